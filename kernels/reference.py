@@ -1,0 +1,98 @@
+"""The oracle: dequantize everything, then plain attention, in float32."""
+
+import jax
+import jax.numpy as jnp
+
+from kivi_jax import packing
+from kivi_jax.cache import LayerCache, window_positions
+from kivi_jax.kernels.visibility import piece_positions, query_positions, row_positions, visible
+from kivi_jax.quantize import Quantized, dequantize_per_channel, dequantize_per_token
+
+
+def dequantize(layer: LayerCache) -> tuple[jax.Array, jax.Array]:
+    """The keys and values of every row, float32 `[B, H, T, D]` each; what a dead row gives is unspecified."""
+    config = layer.config
+    if config.key_bits == 16:
+        key = layer.key_codes.astype(jnp.float32)
+    else:
+        codes = packing.unpack(layer.key_codes, config.key_bits)
+        key = dequantize_per_channel(Quantized(codes, layer.key_scale, layer.key_zero))
+    if config.value_bits == 16:
+        value = layer.value_codes.astype(jnp.float32)
+    else:
+        codes = packing.unpack(layer.value_codes, config.value_bits)
+        value = dequantize_per_token(Quantized(codes, layer.value_scale, layer.value_zero))
+    return key, value
+
+
+def tokens(
+    layer: LayerCache,
+    length: jax.Array,
+    quantized: jax.Array,
+    new_key: jax.Array | None = None,
+    new_value: jax.Array | None = None,
+    counts: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """All that can be attended to: keys and values float32 `[B, H, N, D]`, dequantized, and positions int32 `[B, N]`.
+
+    N counts the rows, the window slots and the piece beside the cache. Dead tokens have position -1 and are zero.
+    """
+    key, value = dequantize(layer)
+    keys, values = [key, layer.key_window], [value, layer.value_window]
+    positions = [
+        row_positions(layer, jnp.arange(key.shape[2], dtype=jnp.int32), quantized),
+        window_positions(layer.config, length, quantized),
+    ]
+    if new_key is not None:
+        keys, values = [*keys, new_key], [*values, new_value]
+        positions.append(piece_positions(length, new_key.shape[2], counts))
+    positions = jnp.concatenate(positions, axis=1)
+    live = (positions >= 0)[:, None, :, None]
+    join = lambda parts: jnp.where(live, jnp.concatenate([x.astype(jnp.float32) for x in parts], axis=2), 0)
+    return join(keys), join(values), positions
+
+
+def attend(
+    q: jax.Array,
+    layer: LayerCache,
+    length: jax.Array,
+    quantized: jax.Array,
+    *,
+    new_key: jax.Array | None = None,
+    new_value: jax.Array | None = None,
+    counts: jax.Array | None = None,
+    sliding_window: int | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Attention as `kivi_jax.attend` defines it, the plainest way."""
+    key, value, positions = tokens(layer, length, quantized, new_key, new_value, counts)
+    queries = query_positions(length, q.shape[2], new_key is not None)
+    return _attend(q, key, value, positions, queries, sliding_window, scale)
+
+
+def attend_prompt(
+    q: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    counts: jax.Array | None = None,
+    *,
+    sliding_window: int | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Causal attention of a prompt over itself, as `kivi_jax.attend_prompt` defines it, with its `[L, L]` scores."""
+    start = jnp.zeros(q.shape[0], jnp.int32)
+    positions = piece_positions(start, key.shape[2], counts)
+    live = (positions >= 0)[:, None, :, None]
+    key, value = (jnp.where(live, x.astype(jnp.float32), 0) for x in (key, value))
+    return _attend(q, key, value, positions, query_positions(start, q.shape[2], True), sliding_window, scale)
+
+
+def _attend(q, key, value, positions, queries, sliding_window, scale):
+    batch, _, num_queries, channels = q.shape
+    scale = channels**-0.5 if scale is None else scale
+    grouped = q.astype(jnp.float32).reshape(batch, key.shape[1], -1, num_queries, channels)
+    scores = scale * jnp.einsum("bhgld,bhnd->bhgln", grouped, key, precision="highest")
+    seen = visible(queries, positions, sliding_window)[:, None, None]
+    weights = jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1), 0)
+    out = jnp.einsum("bhgln,bhnd->bhgld", weights, value, precision="highest")
+    return out.reshape(q.shape).astype(q.dtype)

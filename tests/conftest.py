@@ -1,0 +1,22 @@
+"""Settings for every test: CPU unless a device is asked for, and no silent dtype promotion."""
+
+import os
+
+import pytest
+
+if "gpu" not in os.environ.get("PYTEST_ADDOPTS", "") + os.environ.get("JAX_PLATFORMS", ""):
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion():
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
