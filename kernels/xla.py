@@ -71,7 +71,9 @@ def attend(
 
 
 def key_scores(q: jax.Array, layer: LayerCache, start: jax.Array, count: int, precision) -> jax.Array:
-    """Scores float32 `[B, H, M, count]` of scaled queries `[B, H, M, D]` against rows `start ..`, dead ones included."""
+    """Scores float32 `[B, H, M, count]` of scaled queries `[B, H, M, D]` against rows `start ..`, dead ones
+    included.
+    """
     config = layer.config
     if config.key_bits == 16:
         key = _tokens(layer.key_codes, layer.capacity, start, count)
@@ -88,7 +90,9 @@ def key_scores(q: jax.Array, layer: LayerCache, start: jax.Array, count: int, pr
 
 
 def weigh_values(weights: jax.Array, layer: LayerCache, start: jax.Array, live: jax.Array, precision) -> jax.Array:
-    """Values of rows `start ..` weighted by `weights [B, H, M, N]`, float32 `[B, H, M, D]`; only `live [B, N]` count."""
+    """Values of rows `start ..` weighted by `weights [B, H, M, N]`, float32 `[B, H, M, D]`; only `live [B, N]`
+    count.
+    """
     config, count = layer.config, weights.shape[-1]
     if config.value_bits == 16:
         value = _tokens(layer.value_codes, layer.capacity, start, count).astype(jnp.float32)

@@ -221,10 +221,8 @@ def fitting_counts(cache: KVCache, new_tokens: int, counts: jax.Array | None) ->
             raise ValueError(f"counts must be between 0 and {new_tokens}; got {int(counts[wrong[0]])}.")
         over = np.flatnonzero(np.asarray(length) > cache.capacity)
         if over.size:
-            row = int(over[0])
-            raise ValueError(
-                f"sequence {row} would have {int(length[row])} tokens; the cache holds {cache.capacity} of each sequence."
-            )
+            row, full = int(over[0]), cache.capacity
+            raise ValueError(f"sequence {row} would have {int(length[row])} tokens; the cache holds {full} of each.")
     return jnp.where(length <= cache.capacity, counts, 0)
 
 

@@ -117,7 +117,7 @@ def test_past_capacity_is_refused_naming_the_sequence(rng):
     key, value = keys_and_values(rng, 2, 1, 256, 32)
     cache = filled(key, value, [100, 250], KiviConfig())
     piece = key[None, :, :, :7], value[None, :, :, :7]
-    with pytest.raises(ValueError, match="sequence 1 would have 257 tokens; the cache holds 256"):
+    with pytest.raises(ValueError, match="sequence 1 would have 257 tokens; the cache holds 256 of each"):
         kv.append(cache, *piece)
     after = jax.jit(kv.append)(cache, *piece)
     assert after.length.tolist() == [107, 250]

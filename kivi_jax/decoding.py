@@ -1,0 +1,116 @@
+"""The decoder over its quantized cache: a prompt, a further piece, one token of each sequence."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kivi_jax import cache as kv
+from kivi_jax.attention import attend, attend_prompt
+from kivi_jax.cache import KVCache
+from kivi_jax.config import KiviConfig
+from kivi_jax.models import Llama
+
+
+def init_cache(model: Llama, config: KiviConfig, batch_size: int, max_length: int) -> KVCache:
+    """An empty cache for `model`, in the dtype of its parameters; see `cache.init`."""
+    shape = model.config
+    return kv.init(
+        config,
+        num_layers=shape.num_hidden_layers,
+        batch_size=batch_size,
+        num_kv_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        max_length=max_length,
+        dtype=model.embed_tokens.embedding.dtype,
+    )
+
+
+def prefill(
+    model: Llama, tokens: jax.Array, counts: jax.Array, cache: KVCache, *, implementation: str | None = None
+) -> tuple[jax.Array, KVCache]:
+    """Runs prompts that start their sequences: exact attention, then the schedule's blocks are quantized.
+
+    Args:
+        tokens: int32 `[B, L]`, L at most the cache's capacity.
+        counts: int32 `[B]`, the tokens of each prompt, the first ones of its row.
+        cache: empty.
+        implementation: as for `attend`.
+
+    Returns:
+        The hidden states `[B, L, hidden_size]`, unspecified past `counts`, and the cache with the prompts in it.
+    """
+    positions = _positions(jnp.zeros_like(counts), tokens.shape[1], counts)
+
+    def attention(query, key, value, layer, sliding_window):
+        output = attend_prompt(query, key, value, counts, sliding_window=sliding_window, implementation=implementation)
+        return output, kv.prefill_layer(layer, key, value, counts)
+
+    hidden, layers = model(tokens, positions, cache.layers, attention)
+    return hidden, kv.advance(cache, layers, counts)
+
+
+def extend(
+    model: Llama, tokens: jax.Array, counts: jax.Array, cache: KVCache, *, implementation: str | None = None
+) -> tuple[jax.Array, KVCache]:
+    """Runs a further piece of each sequence, which attends to the cache and, exactly, to itself, and then enters it.
+
+    Arguments and returns are those of `prefill`, for a cache that holds what comes before. A sequence that the piece
+    would take past the capacity is left as it was, which its unchanged length tells.
+    """
+    length, quantized = cache.length, cache.quantized
+    counts = kv.fitting_counts(cache, tokens.shape[1], counts)
+    positions = _positions(length, tokens.shape[1], counts)
+
+    def attention(query, key, value, layer, sliding_window):
+        output = attend(
+            query,
+            layer,
+            length,
+            quantized,
+            new_key=key,
+            new_value=value,
+            counts=counts,
+            sliding_window=sliding_window,
+            implementation=implementation,
+        )
+        return output, kv.append_layer(layer, key, value, length, quantized, counts)
+
+    hidden, layers = model(tokens, positions, cache.layers, attention)
+    return hidden, kv.advance(cache, layers, counts)
+
+
+def decode_step(
+    model: Llama, tokens: jax.Array, active: jax.Array, cache: KVCache, *, implementation: str | None = None
+) -> tuple[jax.Array, KVCache]:
+    """Runs one token of each sequence.
+
+    Args:
+        tokens: int32 `[B]`.
+        active: bool `[B]`; a sequence that is not active, or is full, keeps its cache as it was.
+        cache: donated by the caller, it is updated in place.
+        implementation: as for `attend`.
+
+    Returns:
+        The hidden states `[B, hidden_size]`, unspecified where not active, and the cache with the tokens in it.
+    """
+    length, quantized = cache.length, cache.quantized
+    active = active & (length < cache.capacity)
+
+    def attention(query, key, value, layer, sliding_window):
+        layer = kv.write_token(layer, key, value, length)
+        output = attend(
+            query, layer, length + 1, quantized, sliding_window=sliding_window, implementation=implementation
+        )
+        return output, layer
+
+    hidden, layers = model(tokens[:, None], length[:, None], cache.layers, attention)
+    cache = dataclasses.replace(cache, layers=layers, length=length + active.astype(jnp.int32))
+    return hidden[:, 0], kv.flush(cache)
+
+
+def _positions(length: jax.Array, num_tokens: int, counts: jax.Array) -> jax.Array:
+    """int32 `[B, L]` from `length [B]` on. Padding stays at the last valid position: rotary frequencies that depend on
+    how long a sequence is must not count it."""
+    index = jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    return length[:, None] + jnp.minimum(index, jnp.maximum(counts - 1, 0)[:, None])
