@@ -1,11 +1,14 @@
 """The public attention ops: check the case, choose an implementation, call it."""
 
 import importlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from kivi_jax.cache import LayerCache, check_piece
+from kivi_jax.hadamard import hadamard
+from kivi_jax.kernels.visibility import piece_positions, query_positions
 
 IMPLEMENTATIONS = ("reference", "xla", "gpu", "tpu")
 
@@ -21,6 +24,7 @@ def attend(
     counts: jax.Array | None = None,
     sliding_window: int | None = None,
     scale: float | None = None,
+    rotary: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Causal attention of the last `Lq` tokens of each sequence over its quantized cache.
@@ -28,6 +32,9 @@ def attend(
     Without `new_key` the queries are those of the last `Lq` tokens in the cache, which the caller has written
     (`cache.write_token`) and counted in `length`. With it, the piece of `Lq` tokens is not in the cache yet: it is
     attended to from `new_key` and `new_value`, exactly, and query i is at position `length + i`.
+
+    Whatever the options of the cache, queries, keys, values and the output are the plain ones: what `rotate` does to
+    the cache is done to the queries, and undone on the output, here.
 
     Args:
         q: `[B, Hq, Lq, D]`; Hq is a multiple of the cache's H, and queries `h * Hq/H ..` share KV head h.
@@ -39,6 +46,8 @@ def attend(
             what they give is unspecified. None: all.
         sliding_window: a query sees this many tokens, its own included, and no sink beyond them; None: all before it.
         scale: of the scores; None: `D ** -0.5`.
+        rotary: for a cache with `pre_rope`, and then q and new_key come without their rotary embedding: called as
+            `rotary(x [B, H, N, D], positions int32 [B, N])`, gives x with it, in its dtype (as `Llama.rotary` does).
         implementation: "reference" (float32 oracle), "xla" (portable), "gpu" or "tpu" (Pallas kernels). None: the
             fastest for the default device that supports the case.
 
@@ -50,8 +59,25 @@ def attend(
         NotImplementedError: the implementation asked for does not support the case.
     """
     _check(q, layer, length, quantized, new_key, new_value, counts, sliding_window)
+    config = layer.config
+    if config.pre_rope != (rotary is not None):
+        raise ValueError(
+            f"rotary goes with a cache that has pre_rope=True; got pre_rope={config.pre_rope} "
+            f"and {'no ' if rotary is None else 'a '}rotary."
+        )
+    if config.pre_rope:
+        q = rotary(q, query_positions(length, q.shape[2], new_key is not None))
+        if new_key is not None:
+            new_key = rotary(new_key, piece_positions(length, new_key.shape[2], counts))
+    if config.rotate:
+        q = hadamard(q)
+        if new_key is not None:
+            new_key, new_value = hadamard(new_key), hadamard(new_value)
     arguments = dict(new_key=new_key, new_value=new_value, counts=counts, sliding_window=sliding_window, scale=scale)
-    return _first(implementation, "attend", q, layer, length, quantized, **arguments)
+    if config.pre_rope:
+        arguments["rotary"] = rotary
+    out = _first(implementation, "attend", q, layer, length, quantized, **arguments)
+    return hadamard(out) if config.rotate else out
 
 
 def attend_prompt(
@@ -95,6 +121,13 @@ def _first(implementation: str | None, op: str, *args, **kwargs) -> jax.Array:
 
 def _call(name: str, op: str, *args, **kwargs) -> jax.Array:
     module = importlib.import_module(f"kivi_jax.kernels.{name}")  # a device's kernels are imported where they are used
+    if op == "attend":
+        # An implementation says which features of a cache it reads, and must never see another.
+        features = args[1].config.features - getattr(module, "FEATURES", frozenset())
+        if features:
+            raise NotImplementedError(
+                f"implementation {name!r} supports no cache with {' or '.join(sorted(features))}; use 'xla' or None."
+            )
     return getattr(module, op)(*args, **kwargs)
 
 

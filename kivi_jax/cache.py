@@ -3,7 +3,7 @@
 Positions and rows. The token at sequence position `p` of a cache with `S` sinks and a residual of `R` tokens lives
 
 - in window slot `p` if `p < S`, for good;
-- in window slot `S + (p - S) % (R + 128)` while it is not quantized;
+- in window slot `S + (p - S) % (R + 128)` while it is not quantized (the ring is longer by the config's `rewind`);
 - in row `p - S` of the codes, scales and zeros once it is.
 
 `quantized` counts the tokens of a sequence that are in rows, whole blocks of 128 from position S on; it is state,
@@ -24,8 +24,14 @@ from jax import lax
 
 from kivi_jax import packing
 from kivi_jax.config import BLOCK, KiviConfig, quantized_length
+from kivi_jax.hadamard import hadamard
 from kivi_jax.inplace import write_slices
-from kivi_jax.quantize import quantize_per_channel, quantize_per_token
+from kivi_jax.quantize import normalize, quantize_per_channel, quantize_per_token, token_norm
+from kivi_jax.rewind import crop as crop
+from kivi_jax.sequences import fork as fork
+from kivi_jax.sequences import gather as gather
+from kivi_jax.slots import first_retained, newest_positions, window_slot
+from kivi_jax.slots import window_positions as window_positions
 
 
 @jax.tree_util.register_dataclass
@@ -35,14 +41,18 @@ class LayerCache:
 
     - A 16-bit side has its codes in the model's dtype, `[B, H, T, D]`, and None for scale and zero.
     - T is a multiple of 128; row 0 is sequence position `sink_length`.
+    - With `rotate`, codes and window hold keys and values times the Hadamard matrix; with `pre_rope`, keys before the
+      rotary embedding.
 
     Attributes:
         key_codes: uint8 `[B, H, T * key_bits / 8, D]`, packed as `packing` says.
-        key_scale, key_zero: bfloat16 `[B, H, T/g, D]` with g = key_group_size.
+        key_scale, key_zero: the config's `scale_dtype`, `[B, H, T/g, D]` with g = key_group_size.
         value_codes: uint8 `[B, H, T * value_bits / 8, D]`.
-        value_scale, value_zero: bfloat16 `[B, H, D/g, T]` with g = value_group_size.
+        value_scale, value_zero: likewise `[B, H, D/g, T]` with g = value_group_size. (A side whose axis is not the
+            default has the shape of the other: `[.., T/g, D]` per channel, `[.., D/g, T]` per token.)
         key_window, value_window: model dtype `[B, H, W, D]`.
-        config: static.
+        key_norm: bfloat16 `[B, H, T]`, what the dequantized key of a row is multiplied by; None without the option.
+        config: static, of this layer: its bits are ints.
     """
 
     key_codes: jax.Array
@@ -53,6 +63,7 @@ class LayerCache:
     value_zero: jax.Array | None
     key_window: jax.Array
     value_window: jax.Array
+    key_norm: jax.Array | None
     config: KiviConfig = dataclasses.field(metadata={"static": True})
 
     @property
@@ -71,12 +82,15 @@ class KVCache:
         length: int32 `[B]`, tokens that each sequence holds.
         quantized: int32 `[B]`, how many of them are quantized.
         config: static.
+        retained: int32 `[B]`, the first row from which on the ring still holds every token; None where the config
+            has no `rewind`.
     """
 
     layers: tuple[LayerCache, ...]
     length: jax.Array
     quantized: jax.Array
     config: KiviConfig = dataclasses.field(metadata={"static": True})
+    retained: jax.Array | None = None
 
     @property
     def batch_size(self) -> int:
@@ -94,8 +108,10 @@ class KVCache:
 
     @property
     def bits_per_element(self) -> float:
-        """Stored bits for each number of a quantized token: codes, scales and zeros."""
-        return self.config.bits_per_element
+        """Stored bits for each number of a quantized token: codes, scales, zeros and norms."""
+        norm = 8 / self.layers[0].key_window.shape[3]  # 16 bits for the 2 D numbers of a token
+        bits = [x.config.bits_per_element + norm * (x.key_norm is not None) for x in self.layers]
+        return sum(bits) / len(bits)
 
 
 def init(
@@ -111,9 +127,12 @@ def init(
     """An empty cache for sequences of up to `max_length` tokens, rounded up to a multiple of 128.
 
     Raises:
-        ValueError: `head_dim` does not split into the config's groups, or a size is not positive.
+        ValueError: `head_dim` does not split into the config's groups or cannot be rotated, the config is for another
+            number of layers, or a size is not positive.
     """
     config.check_head_dim(head_dim)
+    if config.num_layers not in (None, num_layers):
+        raise ValueError(f"key_bits and value_bits must be for {num_layers} layers; got {config.num_layers} of them.")
     sizes = dict(
         num_layers=num_layers,
         batch_size=batch_size,
@@ -127,27 +146,31 @@ def init(
     tokens = -(-max_length // BLOCK) * BLOCK
     lead = (batch_size, num_kv_heads)
 
-    def side(bits, scale_shape):
+    def side(bits, axis, group_size):
         if bits == 16:
             return jnp.zeros((*lead, tokens, head_dim), dtype), None, None
         codes = jnp.zeros((*lead, tokens * bits // 8, head_dim), jnp.uint8)
-        return codes, jnp.zeros(scale_shape, jnp.bfloat16), jnp.zeros(scale_shape, jnp.bfloat16)
+        groups = (tokens // group_size, head_dim) if axis == "channel" else (head_dim // group_size, tokens)
+        scale = lambda: jnp.zeros((*lead, *groups), config.scale_dtype)
+        return codes, scale(), scale()
 
-    def layer():
+    def layer(config):
         window = (*lead, config.window_length, head_dim)
         return LayerCache(
-            *side(config.key_bits, (*lead, tokens // config.key_group_size, head_dim)),
-            *side(config.value_bits, (*lead, head_dim // config.value_group_size, tokens)),
+            *side(config.key_bits, config.key_axis, config.key_group_size),
+            *side(config.value_bits, config.value_axis, config.value_group_size),
             key_window=jnp.zeros(window, dtype),
             value_window=jnp.zeros(window, dtype),
+            key_norm=jnp.zeros((*lead, tokens), jnp.bfloat16) if config.key_norm else None,
             config=config,
         )
 
     return KVCache(
-        layers=tuple(layer() for _ in range(num_layers)),
+        layers=tuple(layer(config.of_layer(n)) for n in range(num_layers)),
         length=jnp.zeros(batch_size, jnp.int32),
         quantized=jnp.zeros(batch_size, jnp.int32),
         config=config,
+        retained=jnp.zeros(batch_size, jnp.int32) if config.rewind else None,
     )
 
 
@@ -185,23 +208,36 @@ def advance(cache: KVCache, layers: tuple[LayerCache, ...], counts: jax.Array) -
     """The cache after its layers took in and flushed `counts` int32 `[B]` further tokens."""
     length = cache.length + counts
     quantized = jnp.maximum(cache.quantized, quantized_length(length, cache.config))
-    return dataclasses.replace(cache, layers=layers, length=length, quantized=quantized)
+    cache = dataclasses.replace(cache, layers=layers, length=length, quantized=quantized)
+    return dataclasses.replace(cache, retained=_retained(cache))
 
 
-def flush(cache: KVCache) -> KVCache:
+def flush(cache: KVCache, after: jax.Array | None = None) -> KVCache:
     """Quantizes the block of every sequence whose oldest unquantized block has left the residual window.
 
     For the step-by-step path: after `write_token` in each layer, and with `length` already counting that token. Copies
     nothing and computes nothing where no sequence is due.
+
+    Args:
+        cache: as the step left it.
+        after: an array that comes of reading the rows, such as the hidden states. XLA copies rows that it may have to
+            read after they are written; a predicate that depends on `after` lets it see that it does not.
     """
     quantized = jnp.maximum(cache.quantized, quantized_length(cache.length, cache.config))
     layers = lax.cond(
-        jnp.any(quantized > cache.quantized),
+        jnp.any(quantized > cache.quantized) | (False if after is None else jnp.isnan(after).any()),
         lambda layers: tuple(flush_layer(layer, cache.length, cache.quantized) for layer in layers),
         lambda layers: layers,
         cache.layers,
     )
-    return dataclasses.replace(cache, layers=layers, quantized=quantized)
+    return dataclasses.replace(cache, layers=layers, quantized=quantized, retained=_retained(cache))
+
+
+def _retained(cache: KVCache) -> jax.Array | None:
+    """The cache's `retained`, now that it has grown to its `length`."""
+    if cache.retained is None:
+        return None
+    return jnp.maximum(cache.retained, first_retained(cache.config, cache.length))
 
 
 def fitting_counts(cache: KVCache, new_tokens: int, counts: jax.Array | None) -> jax.Array:
@@ -238,36 +274,18 @@ def check_piece(key: jax.Array, value: jax.Array, layer: LayerCache) -> None:
         raise ValueError(f"keys and values must have one shape; got {list(key.shape)} and {list(value.shape)}.")
 
 
-def window_positions(config: KiviConfig, length: jax.Array, quantized: jax.Array) -> jax.Array:
-    """The position of the token in each window slot, int32 `[B, W]`; -1 where the slot is dead."""
-    sinks, ring = config.sink_length, config.ring_length
-    length, quantized = length[:, None], quantized[:, None]
-    sink = jnp.arange(sinks, dtype=jnp.int32)[None]
-    # The unquantized tokens after the sinks are rows `quantized .. length - sinks - 1`, at most one of them in a slot.
-    slot = jnp.arange(ring, dtype=jnp.int32)[None]
-    row = quantized + (slot - quantized) % ring
-    return jnp.concatenate(
-        [jnp.where(sink < length, sink, -1), jnp.where(row < length - sinks, row + sinks, -1)], axis=1
-    )
-
-
 def write_token(layer: LayerCache, key: jax.Array, value: jax.Array, length: jax.Array) -> LayerCache:
     """Writes one token of each sequence into the window: key and value `[B, H, 1, D]` at position `length` int32 `[B]`.
 
     The slot is dead before, so that a row whose length is not advanced afterwards is unchanged.
     """
+    key, value = _as_held(key, value, layer.config)
     slot = window_slot(layer.config, length)
     return dataclasses.replace(
         layer,
         key_window=write_slices(layer.key_window, key, slot, axis=2),
         value_window=write_slices(layer.value_window, value, slot, axis=2),
     )
-
-
-def window_slot(config: KiviConfig, position: jax.Array) -> jax.Array:
-    """The window slot of the unquantized token at `position`."""
-    sinks = config.sink_length
-    return jnp.where(position < sinks, position, sinks + (position - sinks) % config.ring_length)
 
 
 def flush_layer(layer: LayerCache, length: jax.Array, quantized: jax.Array) -> LayerCache:
@@ -286,6 +304,7 @@ def prefill_layer(layer: LayerCache, key: jax.Array, value: jax.Array, counts: j
     Equal to `append_layer` on the empty layer, but all blocks are quantized at once.
     """
     config = layer.config
+    key, value = _as_held(key, value, config)
     tokens = quantized_length(key.shape[2], config)
     if tokens:
         span = slice(config.sink_length, config.sink_length + tokens)
@@ -298,8 +317,7 @@ def prefill_layer(layer: LayerCache, key: jax.Array, value: jax.Array, counts: j
                 for name, new in fields.items()
             },
         )
-    positions = window_positions(config, counts, quantized_length(counts, config))
-    return _fill_window(layer, key, value, positions, jnp.zeros_like(counts))
+    return _fill_window(layer, key, value, newest_positions(config, counts), jnp.zeros_like(counts))
 
 
 def append_layer(
@@ -310,6 +328,7 @@ def append_layer(
     `length`, `quantized` and `counts` are int32 `[B]`; `length + counts` is at most T.
     """
     config = layer.config
+    key, value = _as_held(key, value, config)
     target = jnp.maximum(quantized, quantized_length(length + counts, config))
 
     def block(n, layer):
@@ -324,7 +343,12 @@ def append_layer(
         )
 
     layer = lax.fori_loop(0, jnp.max(target - quantized) // BLOCK, block, layer)
-    return _fill_window(layer, key, value, window_positions(config, length + counts, target), length)
+    return _fill_window(layer, key, value, newest_positions(config, length + counts), length)
+
+
+def _as_held(key: jax.Array, value: jax.Array, config: KiviConfig) -> tuple[jax.Array, jax.Array]:
+    """Keys and values as the window and the rows hold them."""
+    return (hadamard(key), hadamard(value)) if config.rotate else (key, value)
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -354,15 +378,25 @@ def _rows_per_block(bits: int) -> int:
 
 
 def _encode(key: jax.Array, value: jax.Array, config: KiviConfig) -> dict[str, jax.Array]:
-    """Whole blocks of keys and values `[B, H, N, D]` as the fields that a layer stores of them."""
+    """Whole blocks of keys and values `[B, H, N, D]`, as held, as the fields that a layer stores of them."""
     fields = {"key_codes": key, "value_codes": value}
-    if config.key_bits < 16:
-        codes, scale, zero = quantize_per_channel(key, config.key_bits, config.key_group_size)
-        fields |= {"key_codes": packing.pack(codes, config.key_bits), "key_scale": scale, "key_zero": zero}
-    if config.value_bits < 16:
-        codes, scale, zero = quantize_per_token(value, config.value_bits, config.value_group_size)
-        fields |= {"value_codes": packing.pack(codes, config.value_bits), "value_scale": scale, "value_zero": zero}
+    if config.key_norm:
+        fields["key_norm"] = norm = token_norm(key)
+        key = normalize(key, norm)
+    for side, x in (("key", key), ("value", value)):
+        bits, group_size, clip, axis = (getattr(config, f"{side}_{k}") for k in ("bits", "group_size", "clip", "axis"))
+        if bits < 16:
+            quantize = quantize_per_channel if axis == "channel" else quantize_per_token
+            codes, scale, zero = quantize(x, bits, group_size, clip=clip, scale_dtype=jnp.dtype(config.scale_dtype))
+            packed = packing.pack(codes, bits)
+            fields |= {f"{side}_codes": packed, f"{side}_scale": scale, f"{side}_zero": zero}
     return fields
+
+
+def token_axis(name: str, config: KiviConfig) -> int:
+    """The axis of a layer's field along which its tokens lie."""
+    side, _, part = name.partition("_")
+    return 3 if part in ("scale", "zero") and getattr(config, f"{side}_axis") == "token" else 2
 
 
 def _write_block(layer, key, value, index, due):
@@ -372,7 +406,7 @@ def _write_block(layer, key, value, index, due):
         return write_slices(field, new, index * new.shape[axis], axis, due)
 
     fields = {
-        name: put(getattr(layer, name), new, axis=3 if name in ("value_scale", "value_zero") else 2)
+        name: put(getattr(layer, name), new, token_axis(name, layer.config))
         for name, new in _encode(key, value, layer.config).items()
     }
     return dataclasses.replace(layer, **fields)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import shutil
 from pathlib import Path
 
 import jax
@@ -11,12 +10,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 
+from kivi_jax.atomic import new_directory
 from kivi_jax.models import (
     Llama,
     LlamaConfig,
     RopeScaling,
     Tokenizer,
     default_model_path,
+    gguf,
+    huggingface,
     load_gguf,
     load_huggingface,
 )
@@ -31,22 +33,15 @@ def save(params: Llama, path: str | os.PathLike, *, tokenizer: Tokenizer | None 
     Raises:
         FileExistsError: there is something at `path`; nothing is overwritten.
     """
-    path = Path(path).absolute()
-    if path.exists():
-        raise FileExistsError(f"path must not exist yet; got {path}.")
     _, weights = nnx.split(params)
-    # Beside its place first: a save that breaks off must not look like a checkpoint.
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(partial / _PARAMETERS, nnx.to_pure_dict(weights))
     config = dataclasses.asdict(params.config)
     description = {"format": FORMAT, "dtype": str(params.embed_tokens.embedding.dtype), "config": config}
-    (partial / _CONFIG).write_text(json.dumps(description, indent=2))
-    if tokenizer is not None:
-        tokenizer.save(partial / _TOKENIZER)
-    partial.rename(path)
+    with new_directory(path) as partial:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(partial / _PARAMETERS, nnx.to_pure_dict(weights))
+        (partial / _CONFIG).write_text(json.dumps(description, indent=2))
+        if tokenizer is not None:
+            tokenizer.save(partial / _TOKENIZER)
 
 
 def load(path: str | os.PathLike | None = None, *, dtype=None, progress=None) -> tuple[Llama, Tokenizer | None]:
@@ -66,9 +61,7 @@ def load(path: str | os.PathLike | None = None, *, dtype=None, progress=None) ->
         FileNotFoundError: there is nothing at `path`, or no default model.
         ValueError: what is there cannot be loaded; the message says what and what to do.
     """
-    path = default_model_path() if path is None else Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"path must be a model's directory or a .gguf file; got {path}, which does not exist.")
+    path = _existing(path)
     if path.is_file():
         return load_gguf(path, dtype=dtype, progress=progress)
     if (path / _CONFIG).is_file():
@@ -76,7 +69,25 @@ def load(path: str | os.PathLike | None = None, *, dtype=None, progress=None) ->
     return load_huggingface(path, dtype=dtype, progress=progress)
 
 
-def _load_own(path: Path, dtype) -> tuple[Llama, Tokenizer | None]:
+def read_config(path: str | os.PathLike | None = None) -> LlamaConfig:
+    """The config of what `load` would load from `path`, without its weights; errors are those of `load`."""
+    path = _existing(path)
+    if path.is_file():
+        return gguf.read_config(gguf.open_gguf(path))
+    if (path / _CONFIG).is_file():
+        return _read_own(path)[0]
+    return huggingface.read_config(path)
+
+
+def _existing(path: str | os.PathLike | None) -> Path:
+    path = default_model_path() if path is None else Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"path must be a model's directory or a .gguf file; got {path}, which does not exist.")
+    return path
+
+
+def _read_own(path: Path) -> tuple[LlamaConfig, np.dtype]:
+    """The config and the parameters' dtype of a directory that `save` wrote."""
     description = json.loads((path / _CONFIG).read_text())
     if description.get("format") != FORMAT:
         raise ValueError(f"{path / _CONFIG} must say format {FORMAT}; got {description.get('format')!r}.")
@@ -84,8 +95,11 @@ def _load_own(path: Path, dtype) -> tuple[Llama, Tokenizer | None]:
     if config["rope_scaling"] is not None:
         scaling = {k: tuple(v) if isinstance(v, list) else v for k, v in config["rope_scaling"].items()}
         config["rope_scaling"] = RopeScaling(**scaling)
-    config = LlamaConfig(**config)
-    stored = np.dtype(jax.numpy.dtype(description["dtype"]))
+    return LlamaConfig(**config), np.dtype(jax.numpy.dtype(description["dtype"]))
+
+
+def _load_own(path: Path, dtype) -> tuple[Llama, Tokenizer | None]:
+    config, stored = _read_own(path)
     model = nnx.eval_shape(lambda: Llama(config, dtype=stored, rngs=nnx.Rngs(0)))
     graph, weights = nnx.split(model)
     with ocp.StandardCheckpointer() as checkpointer:

@@ -12,9 +12,14 @@ from kivi_jax.config import KiviConfig
 from kivi_jax.models import Llama
 
 
-def init_cache(model: Llama, config: KiviConfig, batch_size: int, max_length: int) -> KVCache:
-    """An empty cache for `model`, in the dtype of its parameters; see `cache.init`."""
+def init_cache(model: Llama, config: KiviConfig, batch_size: int, max_length: int, dtype=None) -> KVCache:
+    """An empty cache for `model`; see `cache.init`. `dtype` None: that of the model's parameters."""
     shape = model.config
+    if config.pre_rope and shape.rope_scaling is not None and shape.rope_scaling.rope_type == "dynamic":
+        raise ValueError(
+            "pre_rope must be False for a model with dynamic RoPE scaling, whose frequencies change as a text grows; "
+            "got True."
+        )
     return kv.init(
         config,
         num_layers=shape.num_hidden_layers,
@@ -22,8 +27,21 @@ def init_cache(model: Llama, config: KiviConfig, batch_size: int, max_length: in
         num_kv_heads=shape.num_key_value_heads,
         head_dim=shape.head_dim,
         max_length=max_length,
-        dtype=model.embed_tokens.embedding.dtype,
+        dtype=model.embed_tokens.embedding.dtype if dtype is None else dtype,
     )
+
+
+def check_cache(model: Llama, cache: KVCache) -> None:
+    """Raises a ValueError naming what differs unless `cache` is one that `init_cache` could make for `model`."""
+    shape, layer = model.config, cache.layers[0].key_window
+    for name, want, got in (
+        ("num_layers", shape.num_hidden_layers, len(cache.layers)),
+        ("num_kv_heads", shape.num_key_value_heads, layer.shape[1]),
+        ("head_dim", shape.head_dim, layer.shape[3]),
+        ("dtype", str(model.embed_tokens.embedding.dtype), str(layer.dtype)),
+    ):
+        if want != got:
+            raise ValueError(f"the cache must have the model's {name} {want}; got {got}.")
 
 
 def prefill(
@@ -42,11 +60,16 @@ def prefill(
     """
     positions = _positions(jnp.zeros_like(counts), tokens.shape[1], counts)
 
+    rotary = _cache_rotary(model, cache)
+    embed = (lambda x: x) if rotary is None else (lambda x: rotary(x, positions))
+
     def attention(query, key, value, layer, sliding_window):
-        output = attend_prompt(query, key, value, counts, sliding_window=sliding_window, implementation=implementation)
+        output = attend_prompt(
+            embed(query), embed(key), value, counts, sliding_window=sliding_window, implementation=implementation
+        )
         return output, kv.prefill_layer(layer, key, value, counts)
 
-    hidden, layers = model(tokens, positions, cache.layers, attention)
+    hidden, layers = model(tokens, positions, cache.layers, attention, rotated=rotary is None)
     return hidden, kv.advance(cache, layers, counts)
 
 
@@ -61,6 +84,7 @@ def extend(
     length, quantized = cache.length, cache.quantized
     counts = kv.fitting_counts(cache, tokens.shape[1], counts)
     positions = _positions(length, tokens.shape[1], counts)
+    rotary = _cache_rotary(model, cache)
 
     def attention(query, key, value, layer, sliding_window):
         output = attend(
@@ -72,11 +96,12 @@ def extend(
             new_value=value,
             counts=counts,
             sliding_window=sliding_window,
+            rotary=rotary,
             implementation=implementation,
         )
         return output, kv.append_layer(layer, key, value, length, quantized, counts)
 
-    hidden, layers = model(tokens, positions, cache.layers, attention)
+    hidden, layers = model(tokens, positions, cache.layers, attention, rotated=rotary is None)
     return hidden, kv.advance(cache, layers, counts)
 
 
@@ -96,17 +121,29 @@ def decode_step(
     """
     length, quantized = cache.length, cache.quantized
     active = active & (length < cache.capacity)
+    rotary = _cache_rotary(model, cache)
 
     def attention(query, key, value, layer, sliding_window):
         layer = kv.write_token(layer, key, value, length)
         output = attend(
-            query, layer, length + 1, quantized, sliding_window=sliding_window, implementation=implementation
+            query,
+            layer,
+            length + 1,
+            quantized,
+            sliding_window=sliding_window,
+            rotary=rotary,
+            implementation=implementation,
         )
         return output, layer
 
-    hidden, layers = model(tokens[:, None], length[:, None], cache.layers, attention)
+    hidden, layers = model(tokens[:, None], length[:, None], cache.layers, attention, rotated=rotary is None)
     cache = dataclasses.replace(cache, layers=layers, length=length + active.astype(jnp.int32))
-    return hidden[:, 0], kv.flush(cache)
+    return hidden[:, 0], kv.flush(cache, after=hidden)
+
+
+def _cache_rotary(model: Llama, cache: KVCache):
+    """The model's rotary embedding if attention is to apply it, as it must where keys are held without it."""
+    return model.rotary if cache.config.pre_rope else None
 
 
 def _positions(length: jax.Array, num_tokens: int, counts: jax.Array) -> jax.Array:

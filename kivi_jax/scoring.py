@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from kivi_jax import decoding, prompts
+from kivi_jax.cache import KVCache
 from kivi_jax.config import KiviConfig
 from kivi_jax.models import Llama
 
@@ -71,9 +72,15 @@ def _exact(graphdef, weights, tokens, counts):
 @functools.partial(jax.jit, static_argnames=("graphdef",), donate_argnames=("cache",))
 def _extend(graphdef, weights, tokens, counts, cache):
     model = nnx.merge(graphdef, weights)
-    if tokens.shape[1] == 1:  # the decoding step, as generation takes it
-        hidden, cache = decoding.decode_step(model, tokens[:, 0], counts > 0, cache)
-        hidden = hidden[:, None]
-    else:
-        hidden, cache = decoding.extend(model, tokens, counts, cache)
+    hidden, cache = take_in(model, tokens, counts, cache)
     return _masked(model, hidden, counts), cache
+
+
+def take_in(model: Llama, tokens: jax.Array, counts: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    """Runs a piece int32 `[B, L]` of each sequence through the cache: the hidden states `[B, L, hidden_size]`, and the
+    cache with the piece's first `counts` int32 `[B]` tokens. A single token is the decoding step, as generation takes
+    it."""
+    if tokens.shape[1] > 1:
+        return decoding.extend(model, tokens, counts, cache)
+    hidden, cache = decoding.decode_step(model, tokens[:, 0], counts > 0, cache)
+    return hidden[:, None], cache

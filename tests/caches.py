@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kivi_jax import cache as kv
-from kivi_jax.cache import KVCache, window_positions
+from kivi_jax.cache import KVCache, token_axis, window_positions
 from kivi_jax.config import BLOCK, KiviConfig
+
+ROWS = ("key_codes", "key_scale", "key_zero", "key_norm", "value_codes", "value_scale", "value_zero")
 
 
 def keys_and_values(rng, batch, heads, tokens, channels, dtype=jnp.float32):
@@ -42,10 +44,10 @@ def live_contents(cache: KVCache) -> list[dict[str, np.ndarray]]:
     for row in range(cache.batch_size):
         live = {"length": length[row], "quantized": quantized[row]}
         for n, layer in enumerate(cache.layers):
-            for name in ("key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "value_zero"):
+            for name in ROWS:
                 if (field := getattr(layer, name)) is None:
                     continue
-                axis = 2 if name in ("value_scale", "value_zero") else 1
+                axis = token_axis(name, layer.config) - 1
                 field = np.asarray(field[row])
                 rows = field.shape[axis] * (quantized[row] // BLOCK) * BLOCK // cache.capacity
                 live[f"{n}.{name}"] = np.take(field, np.arange(rows), axis)

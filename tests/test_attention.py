@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import filled, keys_and_values
+from caches import ROWS, filled, keys_and_values
 from error_rule import assert_within_rule, oracle
 
 import kivi_jax
+from kivi_jax.cache import token_axis
 from kivi_jax.config import KiviConfig
 from kivi_jax.kernels import reference
 
@@ -49,14 +50,13 @@ def poisoned(layer, quantized):
         field = getattr(layer, name)
         if field is None or field.dtype == jnp.uint8:
             return field
-        axis = 3 if name in ("value_scale", "value_zero") else 2
+        axis = token_axis(name, layer.config)
         rows = jnp.arange(field.shape[axis]) * (layer.capacity // field.shape[axis])
         dead = rows[None] >= quantized[:, None]
-        dead = dead[:, None, None, :] if axis == 3 else dead[:, None, :, None]
+        dead = jnp.expand_dims(dead, [n for n in range(1, field.ndim) if n != axis])
         return jnp.where(dead, jnp.nan, field.astype(jnp.float32)).astype(field.dtype)
 
-    names = ("key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "value_zero")
-    return dataclasses.replace(layer, **{name: poison(name) for name in names})
+    return dataclasses.replace(layer, **{name: poison(name) for name in ROWS})
 
 
 @pytest.mark.parametrize("spread", [1.0, 3.0])
