@@ -7,8 +7,11 @@ import jax.numpy as jnp
 
 from kivi_jax import packing
 from kivi_jax.cache import LayerCache, window_positions
+from kivi_jax.cache import flush_layer as flush
 from kivi_jax.kernels.visibility import piece_positions, query_positions, row_positions, visible
 from kivi_jax.quantize import Quantized, dequantize_per_channel, dequantize_per_token
+
+__all__ = ["attend", "attend_prompt", "dequantize", "flush", "tokens"]
 
 FEATURES = frozenset({"key_norm", "pre_rope", "scale_dtype", "key_axis", "value_axis"})
 
@@ -41,7 +44,8 @@ def tokens(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """All that can be attended to: keys and values float32 `[B, H, N, D]`, dequantized, and positions int32 `[B, N]`.
 
-    Keys that are held without their rotary embedding get it by `rotary`; rotated keys and values stay rotated. N counts the rows, the window slots and the piece beside the cache. Dead tokens have position -1 and are zero.
+    Keys that are held without their rotary embedding get it by `rotary`; rotated keys and values stay rotated. N counts
+    the rows, the window slots and the piece beside the cache. Dead tokens have position -1 and are zero.
     """
     key, value = dequantize(layer)
     keys, values = [key, layer.key_window.astype(jnp.float32)], [value, layer.value_window]

@@ -13,13 +13,14 @@ from jax import lax
 
 from kivi_jax import packing
 from kivi_jax.cache import LayerCache, token_axis, window_positions
+from kivi_jax.cache import flush_layer as flush
 from kivi_jax.config import BLOCK
 from kivi_jax.kernels import exact, online_softmax
 from kivi_jax.kernels.exact import attend_prompt
 from kivi_jax.kernels.visibility import piece_positions, query_positions, row_positions, visible
 from kivi_jax.quantize import Quantized, dequantize_per_channel, dequantize_per_token
 
-__all__ = ["attend", "attend_prompt"]
+__all__ = ["attend", "attend_prompt", "flush"]
 
 FEATURES = frozenset({"key_norm", "pre_rope", "scale_dtype", "key_axis", "value_axis"})
 

@@ -108,6 +108,13 @@ def attend_prompt(
     return _first(implementation, "attend_prompt", q, key, value, counts, sliding_window=sliding_window, scale=scale)
 
 
+def flush_layer(
+    layer: LayerCache, length: jax.Array, quantized: jax.Array, *, implementation: str | None = None
+) -> LayerCache:
+    """`cache.flush_layer` by the implementation named, or the fastest: the bits are the same."""
+    return _first(implementation, "flush", layer, length, quantized)
+
+
 def _first(implementation: str | None, op: str, *args, **kwargs) -> jax.Array:
     """`op` of the implementation named, or of the first that supports the case."""
     candidates = _candidates(implementation)
@@ -121,9 +128,10 @@ def _first(implementation: str | None, op: str, *args, **kwargs) -> jax.Array:
 
 def _call(name: str, op: str, *args, **kwargs) -> jax.Array:
     module = importlib.import_module(f"kivi_jax.kernels.{name}")  # a device's kernels are imported where they are used
-    if op == "attend":
-        # An implementation says which features of a cache it reads, and must never see another.
-        features = args[1].config.features - getattr(module, "FEATURES", frozenset())
+    if op != "attend_prompt":
+        # An implementation says which features of a cache it knows, and must never see another.
+        layer = next(x for x in args if isinstance(x, LayerCache))
+        features = layer.config.features - getattr(module, "FEATURES", frozenset())
         if features:
             raise NotImplementedError(
                 f"implementation {name!r} supports no cache with {' or '.join(sorted(features))}; use 'xla' or None."

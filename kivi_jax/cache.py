@@ -15,7 +15,7 @@ Axes: B batch, H KV heads, T tokens of capacity, W window slots, L new tokens, D
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -212,7 +212,7 @@ def advance(cache: KVCache, layers: tuple[LayerCache, ...], counts: jax.Array) -
     return dataclasses.replace(cache, retained=_retained(cache))
 
 
-def flush(cache: KVCache, after: jax.Array | None = None) -> KVCache:
+def flush(cache: KVCache, after: jax.Array | None = None, kernel: Callable | None = None) -> KVCache:
     """Quantizes the block of every sequence whose oldest unquantized block has left the residual window.
 
     For the step-by-step path: after `write_token` in each layer, and with `length` already counting that token. Copies
@@ -222,11 +222,13 @@ def flush(cache: KVCache, after: jax.Array | None = None) -> KVCache:
         cache: as the step left it.
         after: an array that comes of reading the rows, such as the hidden states. XLA copies rows that it may have to
             read after they are written; a predicate that depends on `after` lets it see that it does not.
+        kernel: does what `flush_layer` does, and is used in its place.
     """
+    flush_one = kernel or flush_layer
     quantized = jnp.maximum(cache.quantized, quantized_length(cache.length, cache.config))
     layers = lax.cond(
         jnp.any(quantized > cache.quantized) | (False if after is None else jnp.isnan(after).any()),
-        lambda layers: tuple(flush_layer(layer, cache.length, cache.quantized) for layer in layers),
+        lambda layers: tuple(flush_one(layer, cache.length, cache.quantized) for layer in layers),
         lambda layers: layers,
         cache.layers,
     )

@@ -1,12 +1,13 @@
 """The decoder over its quantized cache: a prompt, a further piece, one token of each sequence."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
 from kivi_jax import cache as kv
-from kivi_jax.attention import attend, attend_prompt
+from kivi_jax.attention import attend, attend_prompt, flush_layer
 from kivi_jax.cache import KVCache
 from kivi_jax.config import KiviConfig
 from kivi_jax.models import Llama
@@ -138,7 +139,8 @@ def decode_step(
 
     hidden, layers = model(tokens[:, None], length[:, None], cache.layers, attention, rotated=rotary is None)
     cache = dataclasses.replace(cache, layers=layers, length=length + active.astype(jnp.int32))
-    return hidden[:, 0], kv.flush(cache, after=hidden)
+    kernel = functools.partial(flush_layer, implementation=implementation)
+    return hidden[:, 0], kv.flush(cache, after=hidden, kernel=kernel)
 
 
 def _cache_rotary(model: Llama, cache: KVCache):
