@@ -1,0 +1,71 @@
+"""The synthetic workload of the KIVI paper (arXiv 2402.02750, section 4.3): prompts of 161 tokens, 338 new ones.
+
+    python bench/paper_workload.py
+
+Llama-2-7B shapes, the batch raised until memory ends: throughput with the cache in bf16 and in 2 bits with a residual
+of 32 and of 128 tokens. Prefill is in the time; weights and prompts are random.
+"""
+
+import datetime
+import gc
+import json
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from shapes import cache_bytes, random_model
+
+import kivi_jax
+
+RESULTS = Path(__file__).parent / "results" / "paper_workload.json"
+PROMPT, NEW = 161, 338
+CACHES = {
+    "bf16": kivi_jax.KiviConfig(key_bits=16, value_bits=16, residual_length=0),
+    "2 bit, R 128": kivi_jax.KiviConfig(),
+    "2 bit, R 32": kivi_jax.KiviConfig(residual_length=32),
+}
+
+
+def main() -> None:
+    model = random_model("Llama-2-7B")
+    device = jax.devices()[0]
+    rng = np.random.default_rng(0)
+    weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
+    rows = []
+    for name, config in CACHES.items():
+        rows.append({"cache": name} | measure(model, config, rng, device, weights))
+        print(rows[-1], flush=True)
+    result = {
+        "device": device.device_kind,
+        "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
+        "date": datetime.date.today().isoformat(),
+        "rows": rows,
+    }
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(result, indent=1))
+
+
+def measure(model, config, rng, device, weights: int) -> dict:
+    room = device.memory_stats()["bytes_limit"] * 0.96 - weights
+    # Prefill holds, for each token of the prompts, a layer's activations besides the cache.
+    one = cache_bytes(model, config, 1, PROMPT + NEW) + 192 * 2 * (4 * 4096 + 3 * 11008)
+    batch = int(room / one) // 16 * 16
+    prompts = rng.integers(0, model.config.vocab_size, (batch, PROMPT))
+    settings = dict(max_new_tokens=NEW, max_length=PROMPT + NEW, cache=config, eos_token_id=())
+    jax.block_until_ready(kivi_jax.generate(model, prompts, **settings).tokens)
+    gc.collect()
+    start = time.perf_counter()
+    jax.block_until_ready(kivi_jax.generate(model, prompts, **settings).tokens)
+    seconds = time.perf_counter() - start
+    return {
+        "batch": batch,
+        "seconds": round(seconds, 2),
+        "tokens_per_s": round(batch * NEW / seconds, 1),
+        "peak_gb": round(device.memory_stats()["peak_bytes_in_use"] / 1e9, 1),
+    }
+
+
+if __name__ == "__main__":
+    main()
