@@ -1,0 +1,140 @@
+"""A step's codes, scales and zeros in shared memory: the copies into it, and a lane's reads of it."""
+
+import dataclasses
+import functools
+
+from kivi_jax.config import BLOCK
+from kivi_jax.kernels.gpu import instructions as gpu
+from kivi_jax.kernels.gpu import maps
+from kivi_jax.kernels.gpu.instructions import Float, Int, Pointer
+from kivi_jax.kernels.gpu.maps import SPAN, TILES, Geometry
+from kivi_jax.kernels.gpu.work import Lane, Problem, Refs
+
+
+def lane_pointers(refs: Refs, head: Int, lane: Lane, problem: Problem) -> dict[str, Pointer]:
+    """Where the lane's first 16 bytes of block 0 of a head lie in each array that is staged."""
+    geometry, capacity = problem.geometry, problem.capacity
+    first = lane.index << 4
+    key_scale, _ = maps.key_scale_source(lane.index, geometry)
+    value_scale, _ = maps.value_scale_source(lane.index, geometry, capacity)
+    key_row, value_row = (capacity // 8 * bits * geometry.head_dim for bits in (geometry.key_bits, geometry.value_bits))
+    key_scale_row = capacity // geometry.key_group * geometry.head_dim * 2
+    value_scale_row = geometry.value_groups * capacity * 2
+    pointers = {
+        "key_codes": refs.key_codes.advance(head, key_row) + first,
+        "value_codes": refs.value_codes.advance(head, value_row) + first,
+        "key_scale": refs.key_scale.advance(head, key_scale_row) + key_scale,
+        "key_zero": refs.key_zero.advance(head, key_scale_row) + key_scale,
+        "value_scale": refs.value_scale.advance(head, value_scale_row) + value_scale,
+        "value_zero": refs.value_zero.advance(head, value_scale_row) + value_scale,
+    }
+    if geometry.has_norm:
+        span, _ = maps.value_scale_source(lane.index & (geometry.value_scale_pieces - 1), geometry, capacity)
+        pointers["key_norm"] = refs.key_norm.advance(head, capacity * 2) + span
+    return pointers
+
+
+def copy_step(stage: Int, step: Int, pointers: dict[str, Pointer], lane: Lane, problem: Problem):
+    """Starts the copies of a step of a head into a stage."""
+    geometry = problem.geometry
+    offsets, head_dim = geometry.offsets, geometry.head_dim
+    block, part = step // geometry.steps, step % geometry.steps
+
+    def copy(name, pieces, source, source_round, target, target_round=512):
+        """The lane's 16-byte pieces: numbers lane, lane + 32, ...; round n at `target(n)` and so many bytes further."""
+        for n in range(-(-pieces // 32)):
+            move = functools.partial(
+                gpu.copy_async, stage + target(n), source, offsets[name] + n * target_round, n * source_round
+            )
+            if pieces - 32 * n < 32:
+                gpu.when(lane.index < pieces - 32 * n)(move)
+            else:
+                move()
+
+    for name, bits in (("key_codes", geometry.key_bits), ("value_codes", geometry.value_bits)):
+        size = geometry.code_bytes(bits)
+        target = maps.key_copy if name == "key_codes" else maps.value_copy
+        place = functools.partial(target, lane.index, head_dim=head_dim)
+        copy(name, size // 16, pointers[name].advance(step, size), 512, place)
+    row = block * (BLOCK // geometry.key_group) + geometry.key_group_row(part)
+    target, target_round = maps.scale_target(lane.index, geometry.key_scale_pieces, geometry.key_scale_row)
+    _, source_round = maps.key_scale_source(0, geometry)
+    pieces = geometry.key_groups * geometry.key_scale_pieces
+    for name in ("key_scale", "key_zero"):
+        source = pointers[name].advance(row, 2 * head_dim)
+        copy(name, pieces, source, source_round, lambda n, target=target: target, target_round)
+    token = (block << 7) + (part << 5)
+    target, target_round = maps.scale_target(lane.index, geometry.value_scale_pieces, geometry.value_scale_row)
+    _, source_round = maps.value_scale_source(0, geometry, problem.capacity)
+    pieces = geometry.value_groups * geometry.value_scale_pieces
+    for name in ("value_scale", "value_zero"):
+        source = pointers[name].advance(token, 2)
+        copy(name, pieces, source, source_round, lambda n, target=target: target, target_round)
+    if geometry.has_norm:
+        source = pointers["key_norm"].advance(token, 2)
+        copy("key_norm", geometry.value_scale_pieces, source, 0, lambda n: lane.index << 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One step's codes, scales and zeros in shared memory, and this lane's reads of them."""
+
+    address: Int
+    lane: Lane
+    geometry: Geometry
+
+    def _at(self, name: str) -> Int:
+        return self.address + self.geometry.offsets[name]
+
+    def key_words(self, half: int, chunk: int) -> list[list[Int]]:
+        """[2 tile + upper][k]: 4 codes, those of row `g + 8 upper` of a tile at the channels of product k of a half."""
+        geometry = self.geometry
+        base = self._at("key_codes") + maps.key_read(self.lane.g, self.lane.t, half, geometry.head_dim)
+        rows = [chunk * SPAN + maps.key_row(tile, upper) for tile in range(TILES) for upper in range(2)]
+        return [gpu.load_shared(base, row * geometry.head_dim, 4) for row in rows]
+
+    def key_pairs(self, name: str, half: int, group, problem: Problem) -> list[list[Int]]:
+        """[k][2]: scales or zeros of a key group at the channels of product k of a half, paired as the codes are."""
+        piece = maps.key_piece(self.lane.t, half, self.geometry.head_dim)
+        base = self._at(name) + (piece << 5)
+        row = self.geometry.key_scale_row
+        base, offset = (base, group * row) if isinstance(group, int) else (base + group * row, 0)
+        words = gpu.load_shared(base, offset, 4) + gpu.load_shared(base, offset + 16, 4)
+        words = [problem.format.from_bfloat16(word) for word in words]
+        return even_and_odd(words)
+
+    def value_words(self, part: int, tile: int, upper: int, chunk: int) -> list[Int]:
+        """[2]: codes of tokens k = 2t + 8 upper and the next of a tile: the lane's channels 0, 1 and 2, 3."""
+        words = []
+        for odd in range(2):
+            row = maps.key_row(tile, upper) + odd
+            base, offset = maps.value_read(self.lane.g, self.lane.t, part, row, self.geometry.head_dim)
+            offset += chunk * SPAN * self.geometry.head_dim
+            words += gpu.load_shared(self._at("value_codes") + base, offset)
+        return [gpu.low_halves(*words), gpu.high_halves(*words)]
+
+    def value_pairs(self, name: str, span: int, group, problem: Problem, tile: int) -> list[Int]:
+        """[upper]: scales or zeros of tokens k = 2t + 8 upper and the next of a tile, of a value group."""
+        row = self.geometry.value_scale_row
+        base = self._at(name) + (self.lane.t << 4)
+        base, offset = (base, group * row) if isinstance(group, int) else (base + group * row, 0)
+        words = gpu.load_shared(base, offset + span * 2 * SPAN + 8 * tile, 2)
+        return [problem.format.from_bfloat16(word) for word in words]
+
+    def norms(self, span: int) -> list[Float]:
+        """[2 tile + upper]: the key norms of the tokens of row `g + 8 upper` of a tile."""
+        base = self._at("key_norm") + ((self.lane.g >> 1) << 4)
+        odd = (self.lane.g & 1).equals(1)
+        pairs = [gpu.bfloat16_pair(word) for word in gpu.load_shared(base, span * 2 * SPAN, 4)]
+        return [gpu.select(odd, second, first) for first, second in pairs]
+
+
+def even_and_odd(words: list[Int]) -> list[list[Int]]:
+    """[k][2]: 8 words of 16 numbers as (0, 2), (1, 3); (4, 6), (5, 7); ..., as the bytes of codes come apart."""
+    return [[pick(words[n], words[n + 1]) for pick in (gpu.low_halves, gpu.high_halves)] for n in range(0, 8, 2)]
+
+
+def codes_of(word: Int, bits: int, plane: int) -> list[Int]:
+    """Two operands from 4 bytes: `code * 2**(bits * plane - code_exponent)` of bytes 0, 2 and of bytes 1, 3."""
+    mask = (2**bits - 1 << bits * plane) * 0x10001
+    return [word & mask, (word >> 8) & mask]
