@@ -107,4 +107,4 @@ def _check_device() -> None:
     device = next((device for device in jax.devices() if device.platform == "gpu"), None)
     found = "no GPU" if device is None else f"compute capability {device.compute_capability}"
     if device is None or not found.split()[-1].replace(".", "").isdigit() or float(device.compute_capability) < 8:
-        raise NotImplementedError(f"the GPU kernels need an NVIDIA GPU of compute capability 8.0 or higher; got {found}.")
+        raise NotImplementedError(f"the GPU kernels need an NVIDIA GPU of compute capability 8.0 or more; got {found}.")
