@@ -293,11 +293,14 @@ def write_token(layer: LayerCache, key: jax.Array, value: jax.Array, length: jax
 def flush_layer(layer: LayerCache, length: jax.Array, quantized: jax.Array) -> LayerCache:
     """Moves the oldest unquantized block of each sequence that is due to the rows; others keep every bit."""
     due = quantized_length(length, layer.config) > quantized
+    return _write_block(layer, oldest_block(layer, quantized), quantized // BLOCK, due)
+
+
+def oldest_block(layer: LayerCache, quantized: jax.Array) -> dict[str, jax.Array]:
+    """The 128 oldest unquantized tokens of each sequence, quantized: what a block of each field of the layer holds."""
     positions = layer.config.sink_length + quantized[:, None] + jnp.arange(BLOCK, dtype=jnp.int32)
     slots = window_slot(layer.config, positions)
-    return _write_block(
-        layer, _take(layer.key_window, slots), _take(layer.value_window, slots), quantized // BLOCK, due
-    )
+    return _encode(_take(layer.key_window, slots), _take(layer.value_window, slots), layer.config)
 
 
 def prefill_layer(layer: LayerCache, key: jax.Array, value: jax.Array, counts: jax.Array) -> LayerCache:
@@ -336,13 +339,12 @@ def append_layer(
     def block(n, layer):
         start = quantized + n * BLOCK
         positions = config.sink_length + start[:, None] + jnp.arange(BLOCK, dtype=jnp.int32)
-        return _write_block(
-            layer,
+        fields = _encode(
             _take_unquantized(layer.key_window, key, positions, length, config),
             _take_unquantized(layer.value_window, value, positions, length, config),
-            start // BLOCK,
-            start + BLOCK <= target,
+            config,
         )
+        return _write_block(layer, fields, start // BLOCK, start + BLOCK <= target)
 
     layer = lax.fori_loop(0, jnp.max(target - quantized) // BLOCK, block, layer)
     return _fill_window(layer, key, value, newest_positions(config, length + counts), length)
@@ -401,14 +403,11 @@ def token_axis(name: str, config: KiviConfig) -> int:
     return 3 if part in ("scale", "zero") and getattr(config, f"{side}_axis") == "token" else 2
 
 
-def _write_block(layer, key, value, index, due):
-    """Quantizes a block `[B, H, 128, D]` of each sequence into block `index int32 [B]` of it, where it is `due [B]`."""
+def _write_block(layer, fields, index, due):
+    """Puts one block of `fields` of each sequence into block `index int32 [B]` of it, where it is `due [B]`."""
 
     def put(field, new, axis):
         return write_slices(field, new, index * new.shape[axis], axis, due)
 
-    fields = {
-        name: put(getattr(layer, name), new, token_axis(name, layer.config))
-        for name, new in _encode(key, value, layer.config).items()
-    }
-    return dataclasses.replace(layer, **fields)
+    written = {name: put(getattr(layer, name), new, token_axis(name, layer.config)) for name, new in fields.items()}
+    return dataclasses.replace(layer, **written)

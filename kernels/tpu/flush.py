@@ -15,10 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kivi_jax import cache as kv
-from kivi_jax.cache import LayerCache
+from kivi_jax.cache import LayerCache, oldest_block
 from kivi_jax.config import BLOCK, quantized_length
 from kivi_jax.kernels.tpu.plan import LANES, SUBLANES, in_place, tokens_on_lanes
-from kivi_jax.slots import window_slot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +59,7 @@ def flush(layer: LayerCache, length: jax.Array, quantized: jax.Array, *, interpr
         interpret: run the kernel in interpret mode, on any device.
     """
     due = quantized_length(length, layer.config) > quantized
-    positions = layer.config.sink_length + quantized[:, None] + jnp.arange(BLOCK, dtype=jnp.int32)
-    slots = window_slot(layer.config, positions)
-    new = kv._encode(kv._take(layer.key_window, slots), kv._take(layer.value_window, slots), layer.config)
+    new = oldest_block(layer, quantized)
     views = {name: _view(name, getattr(layer, name), layer) for name in new}
     old = [in_place(view.of(getattr(layer, name)), interpret) for name, view in views.items()]
     new = [view.of(new[name]) for name, view in views.items()]
