@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
-from kivi_jax import checkpoint, decoding
+from kivi_jax import checkpoint, decoding, geometry, topics
 from kivi_jax.config import KiviConfig
 from kivi_jax.generate import stream
 from kivi_jax.models import Llama, LlamaConfig, loading_bar
@@ -23,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         arguments.run(arguments)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"kivi-jax: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -54,6 +55,15 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="show a model's config and what its cache costs")
     inspect.add_argument("model", metavar="PATH", nargs="?", help="default: the default model")
     inspect.set_defaults(run=_inspect)
+
+    shape = commands.add_parser("geometry", help="report why keys go per channel and values per token, on a model")
+    shape.add_argument("--model", metavar="PATH", help="Hugging Face directory, .gguf file or saved model")
+    shape.add_argument("--text", metavar="FILE", help="what is scored (default: the topics of Python's help)")
+    shape.add_argument("--context", type=int, default=512, metavar="N", help="tokens before those that are scored")
+    shape.add_argument("--tokens", type=int, default=512, metavar="N", help="tokens that are scored")
+    shape.add_argument("--layers", type=int, nargs="+", metavar="N", help="whose keys and values are drawn")
+    shape.add_argument("--output", default="geometry", metavar="DIRECTORY", help="(default: geometry)")
+    shape.set_defaults(run=_geometry)
     return parser
 
 
@@ -117,6 +127,28 @@ def _inspect(arguments) -> None:
     console.print(table)
     window = 2 * KiviConfig().window_length * _numbers(config) / 1e6
     console.print(f"and {window:.3f} MB a sequence for the full-precision window of the last tokens")
+
+
+def _geometry(arguments) -> None:
+    with loading_bar("loading") as progress:
+        params, tokenizer = checkpoint.load(arguments.model, dtype="float32", progress=progress)
+    if tokenizer is None:
+        raise ValueError("the model must have a tokenizer to read a text; got files without one.")
+    text = topics.python_topics() if arguments.text is None else topics.read(arguments.text)
+    tokens = topics.stretches(tokenizer.encode(text.text), 1, arguments.context + arguments.tokens)
+    about = {"model": arguments.model or "the default model", "context": arguments.context, "text": text.about()}
+    with Progress(transient=True, console=Console(stderr=True)) as bar:
+        task = bar.add_task("measuring", total=None)
+        page, numbers = geometry.report(
+            params,
+            tokens,
+            arguments.output,
+            layers=arguments.layers,
+            about=about,
+            context=arguments.context,
+            progress=lambda done, total, what: bar.update(task, completed=done, total=total, description=what),
+        )
+    print(f"{page}\n{numbers}")
 
 
 def _cache_megabytes(params: Llama, config: KiviConfig, length: int, dtype=None) -> float:

@@ -178,9 +178,7 @@ def _errors(query, key, value, rotary, window, config, queries):
         return attend(query, layer, counts, quantized, sliding_window=window, **arguments)
 
     with_cache = (
-        output(layer, quantized, query, rotary=rotary)
-        if config.pre_rope
-        else output(layer, quantized, embedded[0])
+        output(layer, quantized, query, rotary=rotary) if config.pre_rope else output(layer, quantized, embedded[0])
     )
     without = output(filled(EXACT), quantized_length(counts, EXACT), embedded[0])
     return jnp.stack(

@@ -28,6 +28,8 @@ def crop(cache: "KVCache", n: int | jax.Array | None = None, *, lengths: jax.Arr
 
     Under jit, a sequence that cannot be cropped so is left as it was, which its unchanged `length` tells.
 
+    Outside jit the result shares arrays with `cache`: donate only one of the two.
+
     Args:
         n: tokens to drop, an integer or int32 `[B]`.
         lengths: instead of `n`, the tokens to keep, int32 `[B]`.

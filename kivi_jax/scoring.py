@@ -38,7 +38,8 @@ def logits(
     rows = prompts.to_ids(tokens, vocab_size=params.config.vocab_size)
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk must be 1 token or more; got {chunk!r}.")
-    cache.check_head_dim(params.config.head_dim)
+    if chunk is not None:
+        cache.check_head_dim(params.config.head_dim)
     graphdef, weights = nnx.split(params)
     counts = np.asarray([len(row) for row in rows], np.int32)
     longest = int(counts.max())

@@ -14,9 +14,7 @@ from kivi_jax.kernels import reference
 from kivi_jax.kernels.visibility import piece_positions, query_positions, row_positions, visible
 
 
-def _setting(
-    q, layer, length, quantized, new_key=None, new_value=None, counts=None, sliding_window=None, rotary=None
-):
+def _setting(q, layer, length, quantized, new_key=None, new_value=None, counts=None, sliding_window=None, rotary=None):
     """Dequantized keys and values, bool `[B, Lq, N]` of what is seen, and bool `[B, Lq]` of the queries that count.
 
     Keys and values of the cache are the plain ones, with what `rotate` and `pre_rope` do to them undone.

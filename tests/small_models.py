@@ -15,12 +15,12 @@ NEAR_TIE = 1e-3
 
 
 @functools.cache
-def small(head_dim: int = 32, dtype=jnp.float32) -> Llama:
+def small(head_dim: int = 32, dtype=jnp.float32, layers: int = 1) -> Llama:
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=head_dim,

@@ -43,10 +43,14 @@ def assert_options_survive(config, dtype, piece, rng):
     assert_same(streamed(key, value, LENGTHS, config, piece), want)
 
 
-@pytest.mark.parametrize("piece", [1, 37])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_streamed_equals_one_shot(name, piece, rng):
-    assert_options_survive(OPTIONS[name], jnp.bfloat16, piece, rng)
+def test_streamed_equals_one_shot(name, rng):
+    assert_options_survive(OPTIONS[name], jnp.bfloat16, 37, rng)
+
+
+@pytest.mark.parametrize("name", ["accurate", "before RoPE, with norms", "values per channel"])
+def test_streamed_token_by_token_equals_one_shot(name, rng):
+    assert_options_survive(OPTIONS[name], jnp.bfloat16, 1, rng)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
@@ -77,9 +81,14 @@ def state(name, dtype):
     return cache.layers[0], cache.length, cache.quantized
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("implementation", ATTEND)
-@pytest.mark.parametrize("name", OPTIONS)
+WIDE = ("accurate", "before RoPE, with norms", "keys per token", "values per channel")
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "dtype"),
+    [(name, "xla", jnp.bfloat16) for name in OPTIONS]
+    + [(name, implementation, jnp.float32) for name in WIDE for implementation in ATTEND],
+)
 def test_attention_holds_the_error_rule(name, implementation, dtype, rng):
     layer, length, quantized = state(name, dtype)
     case = dict(rotary=ROTARY) if layer.config.pre_rope else {}
