@@ -106,9 +106,9 @@ def generate(
         attention_mask: for a prompt `[B, L]`: 1 for the tokens of each row, 0 for padding on either side.
         prefill_chunk: takes in prompts this many tokens at a time, which bounds the memory that they need. Each chunk
             attends to the chunks before it through the quantized cache, and exactly to itself; in one shot (None) a
-            prompt attends exactly to all of itself. On SmolLM2-135M at 2 bits, that moves the next-token distribution
-            after the prompt about as far as decoding over the cache does (see `bench/chunked_prefill.py`); with an
-            unquantized cache nothing but rounding differs.
+            prompt attends exactly to all of itself. On SmolLM2-135M that moves the next-token distributions after 512
+            tokens by a KL of 0.08 (chunks of 512) to 0.15 (128 or fewer) at 2 bits and by 0.003 to 0.02 with
+            `KiviConfig.accurate()`; with an unquantized cache only rounding differs (`bench/chunked_prefill.py`).
         num_return_sequences: continuations of each prompt, drawn after one prefill: row `b * n + i` is number i of
             prompt b.
         temperature: 0 takes the best token; above 0 tokens are drawn, with the logits divided by it.
