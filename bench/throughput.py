@@ -1,14 +1,18 @@
 """Decoding of whole models: time a step, tokens a second and memory, with the cache in bf16, 4 and 2 bits.
 
-    python bench/throughput.py [--model NAME ...] [--context N ...] [--transformers] [--minutes M]
+    python bench/throughput.py [--model NAME ...] [--context N ...] [--prompt N]
 
 Each figure is a decoding loop of 128 steps (so that each sequence flushes one block), compiled as `generate` compiles
 it, timed after a first run of 1 step, with the device finished. Weights and the contents of the cache are random. The
-largest batch is what fits beside the weights in 96% of the device's memory, in steps of 1 up to 32 and of 8 above.
+largest batch is what fits beside the weights in 95% of the device's memory, in steps of 1 up to 32 and of 8 above.
+Before that a prompt of `--prompt` tokens is taken in (0: none), for its time and memory.
 """
 
 import argparse
+import concurrent.futures
+import dataclasses
 import datetime
+import functools
 import gc
 import json
 import time
@@ -22,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from shapes import CACHES, MODELS, cache_bytes, filled_cache, random_model
 
-from kivi_jax.generate import _loop, _State
+import kivi_jax
+from kivi_jax.run import State, loop
 from kivi_jax.sampling import sampler
 
 RESULTS = Path(__file__).parent / "results" / "throughput.json"
@@ -31,95 +36,143 @@ CONTEXTS = (32768, 131072, 2048, 8192)
 SHARE = 0.95
 
 
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What a row is measured of; `cache` names one of `CACHES`."""
+
+    model: str
+    context: int
+    batch: int
+    cache: str
+
+    @property
+    def bits(self) -> int:
+        return 16 if self.cache == "bf16" else int(self.cache)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--context", nargs="*", type=int, default=list(CONTEXTS))
-    parser.add_argument("--minutes", type=float, default=60.0, help="start no further measurement after this long")
+    parser.add_argument("--prompt", type=int, default=131072, help="tokens, of the first model")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    deadline = time.perf_counter() + 60 * arguments.minutes
     device = jax.devices()[0]
     result = {
         "device": device.device_kind,
         "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
         "date": datetime.date.today().isoformat(),
         "rows": [],
+        "prompts": [],
     }
+
+    def keep(kind: str, row: dict):
+        result[kind].append(row)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(row, flush=True)
+
     for name in arguments.model:
         model = random_model(name)
-        for context in arguments.context:
-            if context > model.config.max_position_embeddings:
-                continue
-            for row in measure(name, model, context, device, deadline):
-                result["rows"].append(row)
-                arguments.out.parent.mkdir(parents=True, exist_ok=True)
-                arguments.out.write_text(json.dumps(result, indent=1))
-                print(row, flush=True)
+        if name == arguments.model[0] and arguments.prompt:
+            for cache in reversed(CACHES):  # first of all and the smallest first, as the device tells one peak of all
+                keep("prompts", {"model": name} | take_in(model, cache, arguments.prompt, device))
+        for row in measure(name, model, arguments.context, device):
+            keep("rows", row)
         del model
         gc.collect()
     show(result)
 
 
-def measure(name: str, model, context: int, device, deadline: float):
+def measure(name: str, model, contexts: list[int], device):
     """Rows for batch 1, for batch 16 at 32k, and for each cache's largest batch."""
-    limit = device.memory_stats()["bytes_limit"] * SHARE
-    weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
-    for bits, config in CACHES.items():
-        batches = {1} | ({16} if context == 32768 else set())
-        batches.add(largest_batch(model, config, context, limit - weights))
-        for batch in sorted(batches - {0}):
-            if time.perf_counter() > deadline:
-                return
-            row = dict(model=name, context=context, batch=batch, cache_bits=16 if bits == "bf16" else int(bits))
-            try:
-                figures = step_figures(model, config, batch, context, device)
-            except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
-                print(row, "does not fit", flush=True)
-                continue
-            yield row | figures
+    room = device.memory_stats()["bytes_limit"] * SHARE - sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
+    cases = []
+    for context in contexts:
+        for cache in CACHES:
+            batches = {1, largest_batch(model, CACHES[cache], context, room)} | ({16} if context == 32768 else set())
+            fits = lambda batch, cache=cache, context=context: held(model, CACHES[cache], batch, context) <= room
+            cases += [Case(name, context, batch, cache) for batch in sorted(batches - {0}) if fits(batch)]
+    # A compilation takes seconds, most of them on one core, and the device is needed for none of the waiting.
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        compiled = list(pool.map(functools.partial(compile_loop, model), cases))
+    for case, run in zip(cases, compiled, strict=True):
+        yield {
+            "model": case.model,
+            "context": case.context,
+            "batch": case.batch,
+            "cache_bits": case.bits,
+        } | step_figures(model, case, run, device)
+
+
+def held(model, config, batch: int, context: int) -> float:
+    """Bytes of a batch: its cache, and what a step holds besides (logits and activations, 2 MB a sequence)."""
+    return cache_bytes(model, config, batch, context + STEPS) + batch * (2e6 + 8 * model.config.vocab_size)
 
 
 def largest_batch(model, config, context: int, room: float) -> int:
-    """How many sequences fit, with what a step holds besides (logits and activations, 2 MB a sequence)."""
-    one = cache_bytes(model, config, 1, context + STEPS) + 2e6 + 8 * model.config.vocab_size
-    batch = int(room / one)
+    batch = int(room / held(model, config, 1, context))
     return batch if batch < 32 else batch // 8 * 8
 
 
-def step_figures(model, config, batch: int, context: int, device) -> dict:
-    """What the table says of one measurement."""
-    graphdef, weights = nnx.split(model)
-    cache = filled_cache(model, config, batch, context + STEPS, context - STEPS)
-    size = cache.nbytes
-    vocabulary = model.config.vocab_size
-    state = _State(
+def start_state(model, case: Case) -> State:
+    """The loop's state before its first step, on a cache with 128 free places."""
+    batch = case.batch
+    return State(
         step=jnp.zeros((), jnp.int32),
         tokens=jnp.zeros((batch, 2 * STEPS), jnp.int32),
         counts=jnp.zeros(batch, jnp.int32),
         done=jnp.zeros(batch, bool),
-        logits=jnp.zeros((batch, vocabulary), jnp.float32),
-        cache=cache,
+        logits=jnp.zeros((batch, model.config.vocab_size), jnp.float32),
+        cache=filled_cache(model, CACHES[case.cache], batch, case.context + STEPS, case.context - STEPS),
     )
-    del cache
-    keys = jax.random.split(jax.random.key(0), batch)
-    greedy, eos = sampler(0.0), np.zeros(0, np.int32)
-    room = lambda n: jnp.full(batch, n, jnp.int32)
-    loop = _loop.lower(graphdef, weights, state, greedy, keys, eos, room(1)).compile()
-    state = jax.block_until_ready(loop(weights, state, greedy, keys, eos, room(1)))
-    limit = room(1 + STEPS)
+
+
+def rest(case: Case, steps: int) -> tuple:
+    """The loop's arguments after the state: greedy, no end of sequence, `steps` tokens."""
+    keys = jax.random.split(jax.random.key(0), case.batch)
+    return sampler(0.0), keys, np.zeros(0, np.int32), jnp.full(case.batch, steps, jnp.int32)
+
+
+def compile_loop(model, case: Case):
+    state = jax.eval_shape(lambda: start_state(model, case))
+    return loop.lower(*nnx.split(model), state, *rest(case, 1)).compile()
+
+
+def step_figures(model, case: Case, run, device) -> dict:
+    """What the table says of one measurement."""
+    weights = nnx.state(model)
+    state = start_state(model, case)
+    size = state.cache.nbytes
+    state = jax.block_until_ready(run(weights, state, *rest(case, 1)))
+    more = jax.block_until_ready(rest(case, 1 + STEPS))
     start = time.perf_counter()
-    state = jax.block_until_ready(loop(weights, state, greedy, keys, eos, limit))
+    state = jax.block_until_ready(run(weights, state, *more))
     seconds = (time.perf_counter() - start) / STEPS
     assert int(state.step) == 1 + STEPS
-    peak = device.memory_stats()["bytes_in_use"] + loop.memory_analysis().temp_size_in_bytes
+    peak = device.memory_stats()["bytes_in_use"] + run.memory_analysis().temp_size_in_bytes
     return {
         "step_ms": round(1e3 * seconds, 3),
-        "tokens_per_s": round(batch / seconds, 1),
+        "tokens_per_s": round(case.batch / seconds, 1),
         "peak_gb": round(peak / 1e9, 1),
         "cache_gb": round(size / 1e9, 3),
+    }
+
+
+def take_in(model, cache: str, tokens: int, device) -> dict:
+    """Seconds to the first token after a prompt, compiling left out, and what the device held of it."""
+    prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, tokens))
+    call = lambda: kivi_jax.generate(model, prompt, max_new_tokens=1, cache=CACHES[cache], eos_token_id=())
+    jax.block_until_ready(call().tokens)
+    start = time.perf_counter()
+    out = jax.block_until_ready(call())
+    seconds = time.perf_counter() - start
+    return {
+        "tokens": tokens,
+        "cache_bits": Case("", tokens, 1, cache).bits,
+        "seconds": round(seconds, 2),
+        "cache_gb": round(out.cache.nbytes / 1e9, 3),
+        "peak_gb": round(device.memory_stats()["peak_bytes_in_use"] / 1e9, 1),
     }
 
 

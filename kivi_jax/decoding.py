@@ -68,7 +68,8 @@ def prefill(
         output = attend_prompt(
             embed(query), embed(key), value, counts, sliding_window=sliding_window, implementation=implementation
         )
-        return output, kv.prefill_layer(layer, key, value, counts)
+        # Before the next layer begins, this one's keys and values are quantized, and no longer needed.
+        return jax.lax.optimization_barrier((output, kv.prefill_layer(layer, key, value, counts)))
 
     hidden, layers = model(tokens, positions, cache.layers, attention, rotated=rotary is None)
     return hidden, kv.advance(cache, layers, counts)
@@ -100,7 +101,9 @@ def extend(
             rotary=rotary,
             implementation=implementation,
         )
-        return output, kv.append_layer(layer, key, value, length, quantized, counts)
+        return jax.lax.optimization_barrier(
+            (output, kv.append_layer(layer, key, value, length, quantized, counts))  # as in `prefill`
+        )
 
     hidden, layers = model(tokens, positions, cache.layers, attention, rotated=rotary is None)
     return hidden, kv.advance(cache, layers, counts)

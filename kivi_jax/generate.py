@@ -1,22 +1,19 @@
-"""Text from a prompt: prefill, then one compiled loop that decodes and samples."""
+"""Text from a prompt."""
 
 import dataclasses
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax import lax
 
-from kivi_jax import decoding, prompts
-from kivi_jax.cache import KVCache, fork
-from kivi_jax.config import BLOCK, KiviConfig
+from kivi_jax import batches, prompts
+from kivi_jax.cache import KVCache
+from kivi_jax.config import KiviConfig
 from kivi_jax.models import Llama, Tokenizer
-from kivi_jax.sampling import Sampler, sampler
-
-BUFFER = 128  # the loop's token buffer is a multiple of this, so that max_new_tokens rarely recompiles
+from kivi_jax.progress import reporting
+from kivi_jax.run import Run, check_count
+from kivi_jax.sampling import sampler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,39 +25,17 @@ class Generation:
         lengths: int32 `[B]`, how many of them are not padding.
         text: the continuation without special tokens, a string for a prompt that is a string, else a list of strings;
             None without a tokenizer.
-        cache: has taken in every token, the last one sampled too.
-        logits: float32 `[B, vocab_size]`, for the token that would come next.
+        cache: has taken in every token, the last one sampled too; None if the prompts took more than one batch.
+        logits: float32 `[B, vocab_size]`, for the token that would come next; None with `cache`.
         full: bool `[B]`, sequences that ended only because they reached the capacity (with max_new_tokens=None).
     """
 
     tokens: jax.Array
     lengths: jax.Array
     text: str | list[str] | None
-    cache: KVCache
-    logits: jax.Array
+    cache: KVCache | None
+    logits: jax.Array | None
     full: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _State:
-    """The loop's state, donated from one call to the next.
-
-    Attributes:
-        step: int32, tokens sampled so far of the sequence that has most.
-        tokens: int32 `[B, N]`, what was sampled; past `counts` the pad id.
-        counts: int32 `[B]`, how many were sampled of each sequence.
-        done: bool `[B]`, whether a sequence has ended.
-        logits: float32 `[B, vocab_size]` for the token that comes next.
-        cache: has taken in the prompt and `tokens`.
-    """
-
-    step: jax.Array
-    tokens: jax.Array
-    counts: jax.Array
-    done: jax.Array
-    logits: jax.Array
-    cache: KVCache
 
 
 def generate(
@@ -81,8 +56,13 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     key: jax.Array | None = None,
+    batch_size: int | None = None,
+    progress: bool | Callable[[int, int], None] = False,
 ) -> Generation:
     """Continues each prompt, with its keys and values in a quantized cache.
+
+    More prompts than fit at once run in batches, those of similar length together, and come back in their order; what
+    is drawn for a prompt is the same in any batch.
 
     A sequence's tokens do not depend on what else is in the batch, up to the rounding of differently shaped products.
 
@@ -116,21 +96,37 @@ def generate(
         eos_token_id: ids that end a sequence; None: the checkpoint's; (): none.
         pad_token_id: fills `tokens` after the end; None: the checkpoint's, else its first EOS id, else 0.
         key: for drawing; None: `jax.random.key(0)`.
+        batch_size: sequences that run at once; None: as many as the free memory of the device has room for, by an
+            estimate (all, on a device that does not say). With more than that there is no `cache` and no `logits` in
+            what comes back: they would not fit.
+        progress: True shows a bar in the terminal (standard error). A function is called as `progress(done, total)`
+            every 64 steps, in tokens to generate; what an ended sequence had room for counts as done.
 
     Raises:
         ValueError: an argument is out of its range, or the tokens do not fit; before any work.
     """
+    if batch_size is not None:
+        check_count("batch_size", batch_size)
     run = Run(
         params, prompt, tokenizer=tokenizer, max_new_tokens=max_new_tokens, max_length=max_length, cache=cache,
         logits=logits, attention_mask=attention_mask, prefill_chunk=prefill_chunk, copies=num_return_sequences,
         sampler=sampler(temperature, top_k, top_p), eos_token_id=eos_token_id, pad_token_id=pad_token_id, key=key,
     )  # fmt: skip
-    run.advance()
-    tokens, counts, done = jax.device_get((run.state.tokens, run.state.counts, run.state.done))
-    new = [row[:count] for row, count in zip(tokens, counts, strict=True)]
-    full = ~done & (max_new_tokens is None)
+    parts = batches.split(run, batch_size)
+    new, ended, taken = [np.zeros(0, np.int32)] * len(run.rows), np.zeros(len(run.rows), bool), 0
+    with reporting(progress, int(run.room.sum())) as report:
+        for part, rows in parts:
+            part.advance(report=report and (lambda done, taken=taken: report(taken + done)))
+            tokens, counts, done = jax.device_get((part.state.tokens, part.state.counts, part.state.done))
+            for n, row in enumerate(rows):
+                new[row], ended[row] = tokens[n, : counts[n]], done[n]
+            taken += int(run.room[rows].sum())
+            if len(parts) > 1:
+                part.state = None  # the next batch needs the memory
+    logits, cache = (run.state.logits, run.state.cache) if len(parts) == 1 else (None, None)
+    full = ~ended & (max_new_tokens is None)
     one = isinstance(prompt, str) and num_return_sequences == 1
-    return generation(run.rows, new, run.state.logits, run.state.cache, full, run.pad_token_id, tokenizer, one)
+    return generation(run.rows, new, logits, cache, full, run.pad_token_id, tokenizer, one)
 
 
 def generation(rows, new, logits, cache, full, pad_token_id, tokenizer, one) -> Generation:
@@ -204,201 +200,3 @@ def stream(
     if len(run.rows) != 1:
         raise ValueError(f"stream takes 1 prompt; got {len(run.rows)}.")
     return TextStream(run.start(), tokenizer)
-
-
-class Run:
-    """One call of `generate`, `stream` or `speculate`: checks its arguments, then holds the loop's state.
-
-    Attributes:
-        rows: the prompts, int32 `[L]` each.
-        most_new: tokens that the sequence with most room may get.
-    """
-
-    def __init__(
-        self, params: Llama, prompt, *, tokenizer, max_new_tokens, max_length, cache, sampler=None, eos_token_id=None,
-        key=None, logits=None, attention_mask=None, prefill_chunk=None, pad_token_id=None, copies=1,
-    ):  # fmt: skip
-        config = params.config
-        if isinstance(cache, KVCache):
-            decoding.check_cache(params, cache)
-        elif isinstance(cache, KiviConfig):
-            cache.check_head_dim(config.head_dim)
-        else:
-            raise ValueError(f"cache must be a KiviConfig or a KVCache; got {type(cache).__name__}.")
-        _check_count("num_return_sequences", copies)
-        if max_new_tokens is not None:
-            _check_count("max_new_tokens", max_new_tokens)
-        if prefill_chunk is not None:
-            _check_count("prefill_chunk", prefill_chunk)
-        self.cache, self.logits, self.prefill_chunk, self.copies = cache, logits, prefill_chunk, copies
-        if prompt is None:
-            self.rows = self._nothing_more(config.vocab_size)
-        elif logits is not None:
-            raise ValueError("logits go with prompt=None, as those after a prompt are computed; got both.")
-        else:
-            self.rows = prompts.to_ids(
-                prompt, tokenizer=tokenizer, attention_mask=attention_mask, vocab_size=config.vocab_size
-            )
-        self.longest = max(len(row) for row in self.rows)
-        self.capacity, self.room = self._capacity(max_new_tokens, max_length)
-        self.most_new = int(self.room.max())
-        self.graphdef, self.weights = nnx.split(params)
-        self.sampler = sampler
-        eos_token_id = config.eos_token_id if eos_token_id is None else eos_token_id
-        self.eos = np.asarray(_ids("eos_token_id", eos_token_id, config.vocab_size), np.int32)
-        if pad_token_id is None:
-            pad_token_id = next((i for i in (config.pad_token_id, *config.eos_token_id) if i is not None), 0)
-        (self.pad_token_id,) = _ids("pad_token_id", pad_token_id, config.vocab_size)
-        key = jax.random.key(0) if key is None else key
-        self.rows = [row for row in self.rows for _ in range(copies)]
-        self.room = np.repeat(self.room, copies).astype(np.int32)
-        self.keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(len(self.rows)))
-        self.state: _State | None = None
-
-    def _nothing_more(self, vocab_size: int) -> list[np.ndarray]:
-        if not isinstance(self.cache, KVCache) or self.logits is None:
-            raise ValueError("prompt=None goes on from a KVCache and its logits; got no prompt without both of them.")
-        shape = (self.cache.batch_size, vocab_size)
-        if self.logits.shape != shape or self.logits.dtype != np.float32:
-            got = f"{self.logits.dtype} {list(self.logits.shape)}"
-            raise ValueError(f"logits must be float32 {list(shape)}; got {got}.")
-        return [np.zeros(0, np.int32)] * self.cache.batch_size
-
-    def _capacity(self, max_new_tokens: int | None, max_length: int | None) -> tuple[int, np.ndarray]:
-        """The capacity to make or that there is, and the new tokens `[B]` that each sequence has room for."""
-        held = np.zeros(len(self.rows), int)
-        if isinstance(self.cache, KVCache):
-            if self.cache.batch_size != len(self.rows):
-                raise ValueError(f"the cache holds {self.cache.batch_size} sequences; got {len(self.rows)} prompts.")
-            held = np.asarray(self.cache.length)
-            if max_length is not None and max_length > self.cache.capacity:
-                raise ValueError(f"max_length must be at most the cache's {self.cache.capacity}; got {max_length}.")
-            limit = self.cache.capacity if max_length is None else max_length
-        elif max_length is None:
-            if max_new_tokens is None:
-                raise ValueError("max_new_tokens=None needs a max_length, or a KVCache to fill; got neither.")
-            limit = prompts.bucket(self.longest) + max_new_tokens
-        else:
-            limit = max_length
-        room = limit - held - np.asarray([len(row) for row in self.rows])
-        least = max_new_tokens or 1
-        for n in np.flatnonzero(room < least):
-            parts = f"{held[n]} tokens in the cache, " * bool(held[n]) + f"{len(self.rows[n])} in the prompt"
-            raise ValueError(
-                f"max_length must leave room for all tokens of sequence {n}, {parts} and {least} new ones; got {limit}."
-            )
-        return limit, room if max_new_tokens is None else np.full(len(self.rows), max_new_tokens)
-
-    def prefill(self) -> tuple[jax.Array, KVCache]:
-        """Takes in the prompts, in chunks if asked to: float32 `[B, vocab_size]` for the tokens that come next, and
-        the cache, both with `copies` of each sequence and the caller's to donate."""
-        logits, cache = self.logits, self.cache
-        blocks = -(-self.capacity // BLOCK) * BLOCK
-        chunk = self.prefill_chunk
-        if chunk is None or chunk >= self.longest:
-            chunk = prompts.bucket(self.longest) if self.longest else 1
-            chunk = chunk if isinstance(cache, KVCache) else min(chunk, blocks)
-        ours = False
-        prompt_rows = self.rows[:: self.copies]
-        for start in range(0, self.longest, chunk):
-            rows = [row[start : start + chunk] for row in prompt_rows]
-            tokens = prompts.pad(rows, chunk, self.pad_token_id)
-            counts = np.asarray([len(row) for row in rows], np.int32)
-            if isinstance(cache, KiviConfig):
-                logits, cache = _begin(self.graphdef, self.weights, tokens, counts, config=cache, max_length=blocks)
-            elif not ours:
-                logits, cache = _continue(self.graphdef, self.weights, tokens, counts, cache=cache)
-            else:
-                logits, cache = _next_chunk(self.graphdef, self.weights, tokens, counts, logits, cache)
-            ours = True
-        if self.copies > 1:
-            return jnp.repeat(logits, self.copies, axis=0), fork(cache, self.copies)
-        return (logits, cache) if ours else jax.tree.map(jnp.copy, (logits, cache))
-
-    def start(self) -> "Run":
-        """Takes in the prompts and makes ready for the loop."""
-        logits, cache = self.prefill()
-        batch = len(self.rows)
-        self.state = _State(
-            step=jnp.zeros((), jnp.int32),
-            tokens=jnp.full((batch, -(-self.most_new // BUFFER) * BUFFER), self.pad_token_id, jnp.int32),
-            counts=jnp.zeros(batch, jnp.int32),
-            done=jnp.zeros(batch, bool),
-            logits=logits,
-            cache=cache,
-        )
-        return self
-
-    def advance(self, limit: int | None = None) -> None:
-        """Samples until each sequence has `limit` tokens (None: all it has room for) or has ended."""
-        if self.state is None:
-            self.start()
-        room = self.room if limit is None else np.minimum(self.room, np.int32(limit))
-        self.state = _loop(self.graphdef, self.weights, self.state, self.sampler, self.keys, self.eos, room)
-
-
-def _check_count(name: str, value) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"{name} must be 1 or more; got {value!r}.")
-
-
-def _ids(name: str, ids, vocab_size: int) -> tuple[int, ...]:
-    ids = (ids,) if np.ndim(ids) == 0 else tuple(ids)
-    for i in ids:
-        if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocab_size:
-            raise ValueError(f"{name} must be ids from 0 to {vocab_size - 1}; got {i!r}.")
-    return tuple(int(i) for i in ids)
-
-
-def _last_logits(model, hidden, counts):
-    """float32 `[B, vocab_size]` after the last token of each row; no other position's logits are computed."""
-    last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
-    return model.logits(last)
-
-
-@functools.partial(jax.jit, static_argnames=("graphdef", "config", "max_length"))
-def _begin(graphdef, weights, tokens, counts, *, config, max_length):
-    model = nnx.merge(graphdef, weights)
-    cache = decoding.init_cache(model, config, tokens.shape[0], max_length)
-    hidden, cache = decoding.prefill(model, tokens, counts, cache)
-    return _last_logits(model, hidden, counts), cache
-
-
-@functools.partial(jax.jit, static_argnames=("graphdef",))  # the cache is the caller's: not donated
-def _continue(graphdef, weights, tokens, counts, *, cache):
-    model = nnx.merge(graphdef, weights)
-    hidden, cache = decoding.extend(model, tokens, counts, cache)
-    return _last_logits(model, hidden, counts), cache
-
-
-@functools.partial(jax.jit, static_argnames=("graphdef",), donate_argnames=("logits", "cache"))
-def _next_chunk(graphdef, weights, tokens, counts, logits, cache):
-    """`_continue` in place; a sequence whose prompt has ended before keeps the logits after its last token."""
-    new, cache = _continue(graphdef, weights, tokens, counts, cache=cache)
-    return jnp.where((counts > 0)[:, None], new, logits), cache
-
-
-@functools.partial(jax.jit, static_argnames=("graphdef",), donate_argnames=("state",))
-def _loop(graphdef, weights, state: _State, sampler: Sampler, keys, eos, room) -> _State:
-    model = nnx.merge(graphdef, weights)
-    running = lambda state: ~state.done & (state.counts < room)
-
-    def body(state: _State) -> _State:
-        active = running(state)
-        step_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, state.step)
-        token = sampler(state.logits, step_keys)
-        pad = lax.dynamic_slice_in_dim(state.tokens, state.step, 1, axis=1)[:, 0]
-        tokens = lax.dynamic_update_slice_in_dim(
-            state.tokens, jnp.where(active, token, pad)[:, None], state.step, axis=1
-        )
-        hidden, cache = decoding.decode_step(model, token, active, state.cache)
-        return _State(
-            step=state.step + 1,
-            tokens=tokens,
-            counts=state.counts + active.astype(jnp.int32),
-            done=state.done | active & jnp.any(token[:, None] == eos, axis=1),
-            logits=jnp.where(active[:, None], model.logits(hidden), state.logits),
-            cache=cache,
-        )
-
-    return lax.while_loop(lambda state: jnp.any(running(state)), body, state)

@@ -14,9 +14,10 @@ from kivi_jax import cache as kv
 from kivi_jax import decoding
 from kivi_jax.cache import KVCache
 from kivi_jax.config import BLOCK, KiviConfig
-from kivi_jax.generate import Generation, Run, generation
+from kivi_jax.generate import Generation, generation
 from kivi_jax.models import Llama, Tokenizer
 from kivi_jax.rewind import with_rewind
+from kivi_jax.run import Run
 
 
 class Verification(NamedTuple):

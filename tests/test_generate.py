@@ -9,8 +9,8 @@ from flax import nnx
 
 import kivi_jax
 from kivi_jax import KiviConfig, decoding
-from kivi_jax.generate import _begin, _loop
 from kivi_jax.prompts import bucket
+from kivi_jax.run import begin, loop
 
 TINY = "llama-tied"
 
@@ -165,7 +165,7 @@ def test_a_new_length_does_not_recompile():
     params = model(TINY)[0]
     ids = golden(TINY)["input_ids"]
     run = lambda tokens, new: kivi_jax.generate(params, ids[:, :tokens], max_new_tokens=new, max_length=256)
-    compiled = lambda: (_begin._cache_size(), _loop._cache_size())
+    compiled = lambda: (begin._cache_size(), loop._cache_size())
     run(40, 5)
     before = compiled()
     run(50, 17)

@@ -11,7 +11,7 @@ from flax import nnx
 from small_models import VOCAB, assert_same_tokens, continuations, ids, small
 
 import kivi_jax
-from kivi_jax import KiviConfig, decoding
+from kivi_jax import KiviConfig, decoding, run
 from kivi_jax.config import quantized_length
 
 # Few shapes, so few compilations: batches of 2, first turns that pad to 192 tokens and second ones to 32.
@@ -161,14 +161,13 @@ def test_a_chunk_as_long_as_the_prompt_is_the_prompt_at_once():
 
 def test_memory_of_chunked_prefill_does_not_grow_with_the_prompt():
     """A chunk needs a fraction of what the prompt at once does, and updates the cache in place."""
-    run = kivi_jax.generate.__globals__
     graphdef, weights = nnx.split(small())
     tokens = lambda n: jax.ShapeDtypeStruct((1, n), jnp.int32)
     counts = jax.ShapeDtypeStruct((1,), jnp.int32)
     cache = jax.eval_shape(lambda: decoding.init_cache(small(), KIVI, 1, 8192))
     logits = jax.ShapeDtypeStruct((1, VOCAB), jnp.float32)
-    at_once = run["_begin"].lower(graphdef, weights, tokens(8192), counts, config=KIVI, max_length=8192)
-    in_chunks = run["_next_chunk"].lower(graphdef, weights, tokens(128), counts, logits, cache)
+    at_once = run.begin.lower(graphdef, weights, tokens(8192), counts, config=KIVI, max_length=8192)
+    in_chunks = run.next_chunk.lower(graphdef, weights, tokens(128), counts, logits, cache)
     at_once, in_chunks = (x.compile().memory_analysis() for x in (at_once, in_chunks))
     assert in_chunks.temp_size_in_bytes < at_once.temp_size_in_bytes / 4
     assert in_chunks.alias_size_in_bytes >= cache.nbytes
