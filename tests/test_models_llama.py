@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 
+import gpu_compile
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from flax import nnx
 
 from kivi_jax.models import Llama, LlamaConfig, load_huggingface
-from kivi_jax.models.layers import RMSNorm
+from kivi_jax.models.layers import Linear, RMSNorm
 
 CHECKPOINTS = sorted((Path(__file__).parent / "data" / "checkpoints").iterdir())
 CONFIG = LlamaConfig(
@@ -212,3 +213,23 @@ def test_every_parameter_gets_a_gradient():
 
     gradients = jax.jit(jax.grad(loss))(state)
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradients))
+
+
+@pytest.mark.h200_compile
+@pytest.mark.skipif("gpu_compile.why_not()", reason="needs jax's CUDA compiler (tests/gpu_compile.py)")
+def test_a_lone_token_is_multiplied_as_a_matrix_on_a_gpu(tmp_path, monkeypatch):
+    """XLA would write all products with a small matrix to memory, and sum them in a second kernel."""
+    graphdef, weights = nnx.split(nnx.eval_shape(lambda: Linear(512, 256, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
+    apply = lambda weights, x: nnx.merge(graphdef, weights)(x)
+    token = jax.ShapeDtypeStruct((1, 1, 512), jnp.bfloat16)
+    compiled, _ = gpu_compile.compile_for_h200(apply, (weights, token), tmp_path, monkeypatch)
+    assert "gemm" in compiled.as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("jax.default_backend() != 'gpu'", reason="needs an NVIDIA GPU: JAX_PLATFORMS=cuda pytest -m gpu")
+def test_a_lone_token_gives_on_a_gpu_what_it_gives_beside_another(rng):
+    linear = Linear(512, 256, rngs=nnx.Rngs(0))
+    x = jnp.asarray(rng.normal(size=(2, 1, 512)), jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        np.testing.assert_allclose(linear(x[:1]), linear(x)[:1], rtol=1e-5, atol=1e-5)
