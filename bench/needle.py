@@ -4,12 +4,13 @@
     python bench/needle.py passkey                     # a passkey in prose, with the default model
 
 `recall` trains a two-layer Llama on in-context key-value recall (pairs of tokens, then keys whose values it must give)
-until it solves contexts of 4,096 tokens with nothing quantized, keeps it as an Orbax checkpoint, so that a second run
-starts from it, and then asks through each cache. `passkey` hides a number at several depths of texts of some lengths.
-Writes needle_<what>.json into bench/results, and a heat map needle_passkey.png.
+until it solves contexts of 4,096 tokens with nothing quantized (minutes on a GPU), keeps it as an Orbax checkpoint, so
+that a second run starts from it, and then asks through each cache. `passkey` hides a number at several depths of
+texts of some lengths. Writes needle_<what>.json into bench/results, and a heat map needle_passkey.png.
 """
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import importlib.metadata
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -39,36 +41,42 @@ CACHES = {
 
 CONTEXT = 4096
 KEYS, VALUES = 4096, 64
-ASKED = 64  # pairs at the end of a context that repeat earlier ones: their values are what is scored
+ASKED = 64  # keys at the end of a context whose values are asked for
 RECALL = LlamaConfig(
     vocab_size=KEYS + VALUES,
-    hidden_size=128,
+    hidden_size=256,
     intermediate_size=256,
     num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
     head_dim=64,
     rope_theta=1e6,
     max_position_embeddings=CONTEXT,
+    tie_word_embeddings=True,
+    attention_bias=True,
+    initializer_range=0.05,
 )
 
 
-def contexts(rng, count: int, length: int, asked: int):
-    """Tokens and positions int32 `[count, length]`: key, value, key, value, ..., the last `asked` pairs repeated ones.
+def contexts(key, count: int, pairs: int, asked: int):
+    """Tokens and positions int32 `[count, 2 * pairs + asked]`, and the values `[count, asked]` that are asked for.
 
-    Positions run up to CONTEXT whatever the length: pairs lie at random places, in order, so that short contexts teach
-    what long ones need.
+    A context is value, key, value, key, ..., of keys that all differ, then keys from among them, whose values are the
+    answers. Positions run up to CONTEXT whatever the length: pairs and questions lie at random places, in order, so
+    that short contexts teach what long ones need.
     """
-    stored = length // 2 - asked
-    keys = np.stack([rng.permutation(KEYS)[:stored] for _ in range(count)])
-    values = KEYS + rng.integers(0, VALUES, keys.shape)
-    again = np.stack([rng.permutation(stored)[:asked] if asked <= stored else rng.integers(0, stored, asked)
-                      for _ in range(count)])  # fmt: skip
-    pairs = [np.concatenate([x, np.take_along_axis(x, again, axis=1)], axis=1) for x in (keys, values)]
-    tokens = np.stack(pairs, axis=-1).reshape(count, length)
-    places = np.stack([np.sort(rng.permutation(CONTEXT // 2)[: length // 2]) for _ in range(count)])
-    positions = (2 * places[..., None] + np.arange(2)).reshape(count, length)
-    return tokens.astype(np.int32), positions.astype(np.int32)
+    which, order, what, again, where = jax.random.split(key, 5)
+    shuffled = lambda key, x: jnp.take_along_axis(x, jnp.argsort(jax.random.uniform(key, x.shape), axis=1), axis=1)
+    ascending = lambda key, n, end: jnp.sort(jax.random.randint(key, (count, n), 0, end - n + 1)) + jnp.arange(n)
+    keys = shuffled(order, ascending(which, pairs, KEYS))
+    values = KEYS + jax.random.randint(what, keys.shape, 0, VALUES)
+    asked_pairs = jax.random.randint(again, (count, asked), 0, pairs)
+    questions, answers = (jnp.take_along_axis(x, asked_pairs, axis=1) for x in (keys, values))
+    tokens = jnp.concatenate([jnp.stack([values, keys], axis=-1).reshape(count, -1), questions], axis=1)
+    length = tokens.shape[1]
+    gaps = jnp.sort(jax.random.randint(where, (count, pairs + asked), 0, CONTEXT - length + 1))
+    gaps = jnp.concatenate([jnp.repeat(gaps[:, :pairs], 2, axis=1), gaps[:, pairs:]], axis=1)
+    return tokens, gaps + jnp.arange(length), answers
 
 
 def plain_attention(query, key, value, cache, _):
@@ -78,48 +86,109 @@ def plain_attention(query, key, value, cache, _):
     return by_token(out), cache
 
 
-def answers(model, tokens, positions, asked):
-    """Logits float32 `[B, asked, vocab]` of the values asked for, and these values `[B, asked]`."""
-    hidden, _ = model(tokens, positions, (None,) * RECALL.num_hidden_layers, plain_attention)
-    return model.logits(hidden[:, -2 * asked :: 2]), tokens[:, 1 - 2 * asked :: 2]
+def untrained(seed: int) -> Llama:
+    """A model whose attention starts near what recall needs: weights that only train from there in few steps.
+
+    As in mimetic initialization (arXiv 2305.09828): the second layer looks for tokens like the one that it is at,
+    values pass nearly unchanged, and the first layer, by its biases, looks nearby. Embeddings are as large as what
+    attention adds to them, or the average over a context, the same everywhere, would hide which token is where.
+    """
+    model = Llama(RECALL, rngs=nnx.Rngs(seed))
+    near, alike = (layer.self_attn for layer in model.layers)
+    model.embed_tokens.embedding[...] /= RECALL.initializer_range
+    model.norm.scale[...] *= RECALL.hidden_size**-0.5  # or logits, by these embeddings, would start far too large
+    for bias in (near.q_proj.bias, near.k_proj.bias):
+        bias[...] = jnp.full_like(bias[...], 1.5)
+    alike.k_proj.kernel[...] = jnp.copy(alike.q_proj.kernel[...])
+    for attention in (near, alike):
+        attention.o_proj.kernel[...] = jnp.copy(attention.v_proj.kernel[...].T)
+    return model
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "asked", "optimizer"), donate_argnames=("weights", "moments"))
-def train_step(graphdef, weights, moments, tokens, positions, *, asked, optimizer):
-    def loss(weights):
-        logits, values = answers(nnx.merge(graphdef, weights), tokens, positions, asked)
-        right = (logits.argmax(-1) == values).mean()
-        return optax.softmax_cross_entropy_with_integer_labels(logits, values).mean(), right
-
-    (_, right), gradients = jax.value_and_grad(loss, has_aux=True)(weights)
-    updates, moments = optimizer.update(gradients, moments, weights)
-    return optax.apply_updates(weights, updates), moments, right
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.98))
+STEPS = 25  # of one call
 
 
-# Length, batch, steps at most, and the share of right answers (over 20 steps) at which a stage has done its work.
-STAGES = ((64, 64, 4000, 0.98), (256, 16, 2000, 0.99), (1024, 4, 1000, 0.995), (4096, 1, 1000, 0.998))
+@functools.partial(
+    jax.jit, static_argnames=("graphdef", "count", "pairs", "asked"), donate_argnames=("weights", "moments")
+)
+def train_steps(graphdef, weights, moments, key, rates, *, count, pairs, asked):
+    """A step for each of the learning rates `rates` float32 `[STEPS]`, on new contexts: the weights and moments after
+    them, the mean loss and the share of right answers."""
+
+    def loss(weights, key):
+        tokens, positions, answers = contexts(key, count, pairs, asked)
+        model = nnx.merge(graphdef, weights)
+        hidden, _ = model(tokens, positions, (None,) * RECALL.num_hidden_layers, plain_attention)
+        logits = model.logits(hidden[:, -asked:])
+        right = (logits.argmax(-1) == answers).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(logits, answers).mean(), right
+
+    def step(state, key_and_rate):
+        weights, moments = state
+        key, rate = key_and_rate
+        (value, right), gradients = jax.value_and_grad(loss, has_aux=True)(weights, key)
+        updates, moments = OPTIMIZER.update(gradients, moments)
+        weights = jax.tree.map(lambda x, update: x - rate * update, weights, updates)
+        return (weights, moments), (value, right)
+
+    (weights, moments), means = jax.lax.scan(step, (weights, moments), (jax.random.split(key, len(rates)), rates))
+    return weights, moments, *(x.mean() for x in means)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Contexts of `pairs` pairs and `asked` questions, `count` a step, until the share of right answers is `enough`."""
+
+    pairs: int
+    asked: int
+    count: int
+    steps: int
+    enough: float
+    rate: float = 1e-3
+
+
+STAGES = (
+    Stage(pairs=2, asked=8, count=1024, steps=4000, enough=0.97),
+    Stage(pairs=8, asked=32, count=512, steps=2000, enough=0.97),
+    Stage(pairs=32, asked=64, count=256, steps=2000, enough=0.98),
+    Stage(pairs=128, asked=128, count=128, steps=2000, enough=0.99),
+    Stage(pairs=512, asked=256, count=32, steps=2000, enough=0.99),
+    Stage(pairs=1920, asked=256, count=8, steps=2000, enough=0.995),
+    Stage(pairs=1920, asked=256, count=8, steps=2000, enough=0.998, rate=2e-4),
+)
 
 
 def train(progress: Progress, seed: int = 0) -> Llama:
-    """Trains the recall model, on longer and longer contexts."""
-    rng = np.random.default_rng(seed)
-    graphdef, weights = nnx.split(Llama(RECALL, rngs=nnx.Rngs(seed)))
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3, b2=0.98, weight_decay=0.01))
-    moments = optimizer.init(weights)
-    for length, batch, steps, enough in STAGES:
-        task = progress.add_task(f"training on {length} tokens", total=steps)
-        asked = length // 4 if length < CONTEXT else ASKED * 4
-        recent = []
-        for _ in range(steps):
-            tokens, positions = contexts(rng, batch, length, asked)
-            weights, moments, right = train_step(
-                graphdef, weights, moments, tokens, positions, asked=asked, optimizer=optimizer
+    """Trains the recall model, on contexts of more and more pairs.
+
+    Raises:
+        RuntimeError: a stage has used up its steps before enough of its answers were right.
+    """
+    key = jax.random.key(seed)
+    graphdef, weights = nnx.split(untrained(seed))
+    moments = OPTIMIZER.init(weights)
+    before = 0
+    for stage in STAGES:
+        task = progress.add_task("", total=stage.steps)
+        for done in range(0, stage.steps, STEPS):
+            key, now = jax.random.split(key)
+            rates = stage.rate * np.minimum(1, (before + np.arange(1, STEPS + 1)) / 100, dtype=np.float32)
+            weights, moments, loss, right = train_steps(
+                graphdef, weights, moments, now, rates, count=stage.count, pairs=stage.pairs, asked=stage.asked
             )
-            recent = [*recent[-19:], float(right)]
-            progress.update(task, advance=1, description=f"training on {length} tokens: {np.mean(recent):.3f} right")
-            if len(recent) == 20 and np.mean(recent) >= enough:
+            before += STEPS
+            described = f"{stage.pairs} pairs: loss {float(loss):.3f}, {100 * float(right):.2f} % right"
+            progress.update(task, completed=done + STEPS, description=described)
+            if right >= stage.enough:
                 break
-        progress.update(task, total=progress.tasks[task].completed)
+        else:
+            raise RuntimeError(
+                f"training must reach {100 * stage.enough:g} % of right answers on {stage.pairs} pairs within "
+                f"{stage.steps} steps; got {100 * float(right):.2f} %."
+            )
+        progress.update(task, total=done + STEPS)
+        progress.console.print(f"{described}, after {before} steps")
     return nnx.merge(graphdef, weights)
 
 
@@ -130,17 +199,17 @@ def recall(arguments) -> dict:
             kivi_jax.save(train(progress), checkpoint)
         trained = time.perf_counter() - started
         params, _ = kivi_jax.load(checkpoint)
-        tokens, _ = contexts(np.random.default_rng(1), arguments.contexts, CONTEXT, ASKED)
+        tokens, _, answers = contexts(jax.random.key(1), arguments.contexts, (CONTEXT - ASKED) // 2, ASKED)
         shares = {}
         for name in progress.track(CACHES, description="asking"):
             right = []
-            for row in tokens:
+            for start in range(0, arguments.contexts, arguments.batch):
+                rows = slice(start, start + arguments.batch)
                 # The context enters in pieces that attend to the quantized cache, and so do the questions.
-                logits = kivi_jax.logits(params, row[None], cache=CACHES[name], chunk=128)
-                best = np.asarray(logits[0, -2 * ASKED :: 2].argmax(-1))
-                right.append(float((best == row[1 - 2 * ASKED :: 2]).mean()))
-            shares[name] = float(np.mean(right))
-            print(f"{name}: {100 * shares[name]:.2f} % right")
+                logits = kivi_jax.logits(params, tokens[rows], cache=CACHES[name], chunk=ASKED)
+                right.append(np.asarray(logits[:, -ASKED:].argmax(-1) == answers[rows]))
+            shares[name] = float(np.concatenate(right).mean())
+            progress.console.print(f"{name}: {100 * shares[name]:.2f} % right")
     asked = {"contexts": arguments.contexts, "tokens": CONTEXT, "questions": arguments.contexts * ASKED}
     return {"asked": asked, "seconds_of_training": round(trained, 1), "right": shares}
 
@@ -207,10 +276,12 @@ def main():
     parser.add_argument("--out", type=Path, default=here / "results")
     parser.add_argument("--checkpoint", type=Path, default=here / "results" / "recall_model", help="of `recall`")
     parser.add_argument("--contexts", type=int, default=32, help="of `recall`: how many")
+    parser.add_argument("--batch", type=int, default=4, help="of `recall`: contexts at once, 0.1 GB each")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="of `passkey`")
     parser.add_argument("--depths", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0], help="of `passkey`")
     parser.add_argument("--keys", type=int, default=1, help="of `passkey`: tries at each depth and length")
     arguments = parser.parse_args()
+    jax.config.update("jax_default_matmul_precision", "highest")  # a GPU would round float32 to 10 bits
     results = {"recall": recall, "passkey": passkey}[arguments.what](arguments)
     about = {
         "date": datetime.date.today().isoformat(),
