@@ -2,10 +2,12 @@
 
     python bench/quality.py                                  # the default model, 512 tokens scored after 512
     python bench/quality.py --context 4096 --stretches 1     # after 4,096
-    python bench/quality.py --offset 60000                   # another part of the text
+    python bench/quality.py --text FILE --offset 60000       # of another text, from a token on
+    python bench/quality.py --sweep                          # constants around those of accurate() and compact()
 
-Writes quality_<context>_<offset>.json and .png into bench/results, a row as soon as it is measured; rows of the same
-text and settings that are there already are kept.
+Beside them: each layer's errors in stored keys, scores, stored values and attention output, on the first stretch, if
+what comes into the layer is exact. Writes quality_[sweep_][<text>_]<context>_<offset>.json and .png into bench/results,
+a row as soon as it is measured; rows of the same text and settings that are there already are kept.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -21,8 +24,9 @@ from rich.table import Table
 
 import kivi_jax
 from kivi_jax import KiviConfig
+from kivi_jax.layer_errors import capture, layer_errors
 from kivi_jax.quality import Evaluation
-from kivi_jax.topics import python_topics, stretches
+from kivi_jax.topics import python_topics, read, stretches
 
 BETTER = dict(rotate=True, key_norm=True, sink_length=4)
 CACHES = {
@@ -38,19 +42,41 @@ CACHES = {
 }
 
 
+ACCURATE, COMPACT = KiviConfig.accurate(), KiviConfig.compact()
+SWEEP = {
+    **{
+        f"accurate, clip {key_clip} / {value_clip}": dataclasses.replace(
+            ACCURATE, key_clip=key_clip, value_clip=value_clip
+        )
+        for key_clip in (0.8, 0.9, 1.0)
+        for value_clip in (0.8, 0.9, 1.0)
+    },
+    **{f"accurate, {sinks} sinks": dataclasses.replace(ACCURATE, sink_length=sinks) for sinks in (0, 8)},
+    **{
+        f"compact, clip {clip}": dataclasses.replace(COMPACT, key_clip=clip, value_clip=clip)
+        for clip in (0.6, 0.7, 0.8)
+    },
+}
+
+ERRORS = {"keys": "stored keys", "scores": "scores", "values": "stored values", "output": "attention output"}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", metavar="PATH", help="default: the default model")
+    parser.add_argument("--text", metavar="FILE", help="default: the topics of Python's help")
     parser.add_argument("--context", type=int, default=512, help="tokens before those that are scored")
     parser.add_argument("--tokens", type=int, default=512, help="tokens scored of each stretch")
     parser.add_argument("--stretches", type=int, default=3)
     parser.add_argument("--offset", type=int, default=0, help="tokens of the text to pass over")
     parser.add_argument("--chunk", type=int, default=32, help="tokens of a piece; 1 is decoding step by step")
-    parser.add_argument("--caches", nargs="*", choices=list(CACHES), default=list(CACHES), metavar="NAME")
+    parser.add_argument("--sweep", action="store_true", help="other constants, without the errors of layers")
+    parser.add_argument("--caches", nargs="*", choices=[*CACHES, *SWEEP], metavar="NAME", help="default: all")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
+    jax.config.update("jax_default_matmul_precision", "highest")  # a GPU would round float32 to 10 bits
 
-    text = python_topics()
+    text = read(arguments.text) if arguments.text else python_topics()
     settings = {
         "model": arguments.model or "SmolLM2-135M-Instruct",
         "context": arguments.context,
@@ -60,26 +86,37 @@ def main():
         "chunk": arguments.chunk,
         "text": text.about(),
     }
-    path = arguments.out / f"quality_{arguments.context}_{arguments.offset}.json"
+    configs = SWEEP if arguments.sweep else CACHES
+    about = ["sweep"] * arguments.sweep + [Path(text.name).stem] * bool(arguments.text)
+    path = arguments.out / f"{'_'.join(['quality', *about])}_{arguments.context}_{arguments.offset}.json"
     rows = _kept(path, settings)
     params, tokenizer = kivi_jax.load(arguments.model, dtype="float32")
     tokens = stretches(
         tokenizer.encode(text.text), arguments.stretches, arguments.context + arguments.tokens, arguments.offset
     )
-    evaluation = None
+    evaluation = captured = None
     with Progress() as progress:
-        for name in arguments.caches:
-            if rows.get(name, {}).get("config") == dataclasses.asdict(CACHES[name]):
+        for name in configs if arguments.caches is None else arguments.caches:
+            config = configs[name]
+            if rows.get(name, {}).get("config") == dataclasses.asdict(config):
                 continue
             task = progress.add_task(name)
             evaluation = evaluation or Evaluation(params, tokens, context=arguments.context, chunk=arguments.chunk)
             quality = evaluation(
-                CACHES[name], progress=lambda done, total, task=task: progress.update(task, completed=done, total=total)
+                config, progress=lambda done, total, task=task: progress.update(task, completed=done, total=total)
             )
-            rows[name] = dataclasses.asdict(quality) | {"config": dataclasses.asdict(CACHES[name])}
+            rows[name] = dataclasses.asdict(quality) | {"config": dataclasses.asdict(config)}
+            if not arguments.sweep:
+                # One stretch: what a layer's attention is given takes 0.1 MB a token, all layers of a small model.
+                captured = captured or capture(params, tokens[:1])
+                rows[name]["layers"] = _rounded(layer_errors(captured, config))
             _write(path, settings, rows)
     _plot(rows, settings, path)
     progress.console.print(_table(rows))
+
+
+def _rounded(errors) -> dict[str, list[float]]:
+    return {kind: [float(f"{x:.4g}") for x in getattr(errors, kind)] for kind in ERRORS}
 
 
 def _kept(path: Path, settings: dict) -> dict:
@@ -98,7 +135,9 @@ def _write(path: Path, settings: dict, rows: dict):
         "settings": settings,
         "caches": rows,
     }
-    path.write_text(json.dumps(saved, indent=2) + "\n")
+    # A list of numbers, one a layer, in one line.
+    text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), json.dumps(saved, indent=2))
+    path.write_text(text + "\n")
 
 
 def _table(rows: dict) -> Table:
@@ -112,22 +151,28 @@ def _table(rows: dict) -> Table:
 
 
 def _plot(rows: dict, settings: dict, path: Path):
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5))
+    layered = {name: row["layers"] for name, row in rows.items() if "layers" in row}
+    figure = Figure(figsize=(14 if layered else 8, 5.5), layout="constrained")
+    panels = figure.subplot_mosaic(
+        [["kl", "kl", "keys", "scores"], ["kl", "kl", "values", "output"]] if layered else "k"
+    )
+    quality, *_ = panels.values()
     for name, row in rows.items():
-        axes.plot(row["bits_per_element"], row["kl"], "o", label=name)
-    axes.set(
+        quality.plot(row["bits_per_element"], row["kl"], "o", label=name)
+    quality.set(
         xlabel="bits an element",
         ylabel="KL to the unquantized model, nats a token",
         yscale="log",
         title=f"{settings['model']}, after {settings['context']} tokens",
     )
-    axes.legend(fontsize="small")
-    figure.savefig(path.with_suffix(".png"), dpi=120, bbox_inches="tight")
+    quality.legend(fontsize="small")
+    for kind, title in ERRORS.items() if layered else ():
+        for layers in layered.values():
+            panels[kind].plot(layers[kind])
+        panels[kind].set(xlabel="layer", yscale="log", title=f"relative error of {title}")
+    figure.savefig(path.with_suffix(".png"), dpi=100)
 
 
 if __name__ == "__main__":
