@@ -281,7 +281,6 @@ def main():
     parser.add_argument("--depths", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0], help="of `passkey`")
     parser.add_argument("--keys", type=int, default=1, help="of `passkey`: tries at each depth and length")
     arguments = parser.parse_args()
-    jax.config.update("jax_default_matmul_precision", "highest")  # a GPU would round float32 to 10 bits
     results = {"recall": recall, "passkey": passkey}[arguments.what](arguments)
     about = {
         "date": datetime.date.today().isoformat(),
@@ -293,4 +292,5 @@ def main():
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_default_matmul_precision", "highest")  # a GPU would round float32 to 10 bits
     main()

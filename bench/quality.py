@@ -74,7 +74,6 @@ def main():
     parser.add_argument("--caches", nargs="*", choices=[*CACHES, *SWEEP], metavar="NAME", help="default: all")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    jax.config.update("jax_default_matmul_precision", "highest")  # a GPU would round float32 to 10 bits
 
     text = read(arguments.text) if arguments.text else python_topics()
     settings = {
@@ -176,4 +175,5 @@ def _plot(rows: dict, settings: dict, path: Path):
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_default_matmul_precision", "highest")  # a GPU would round float32 to 10 bits
     main()

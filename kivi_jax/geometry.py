@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -175,6 +176,7 @@ def report(
     results = measure(params, tokens, **options)
     about = {
         "date": datetime.date.today().isoformat(),
+        "device": jax.devices()[0].device_kind,
         "versions": {name: importlib.metadata.version(name) for name in ("kivi-jax", "jax")},
     } | (about or {})
     figures = plots(results) | heat_maps(capture(params, jnp.asarray(tokens)[:1]), layers)
@@ -184,6 +186,39 @@ def report(
     numbers.write_text(json.dumps({"about": about} | results, indent=2) + "\n")
     page.write_text(_page(results, about, figures))
     return page, numbers
+
+
+def findings(results: dict) -> list[str]:
+    """What the numbers that `measure` gave say, a sentence each."""
+    percent = lambda x: f"{100 * x:.1f} %"
+    ranked = sorted(results["axes"].items(), key=lambda row: row[1]["kl"])
+    ways = "; ".join(f"{name} {row['kl']:.3f}" for name, row in ranked)
+    found = [f"KL of the four ways, the best first: {ways}."]
+
+    def compare(side, field, what):
+        error = {axis: results["summary"][f"{side} per {axis}"][field] for axis in AXES[::-1]}
+        sizes = " and ".join(f"{percent(x)} per {axis}" for axis, x in error.items())
+        return f"{what}: {sizes}", min(error, key=error.get)
+
+    for side, stored, consumed, name in (
+        ("key", "keys", "scores", "the scores"),
+        ("value", "values", "output", "the attention output"),
+    ):
+        (by_store, best_stored), (by_use, best_used) = (
+            compare(side, stored, f"Error of {stored} as stored"),
+            compare(side, consumed, f"as consumed, in {name}"),
+        )
+        verdict = f"per {best_used} is better both ways"
+        if best_stored != best_used:
+            verdict = f"per {best_stored} stores them better, per {best_used} serves attention better"
+        found.append(f"{by_store}; {by_use}: {verdict}.")
+    chosen = results["clip"]["chosen_by"]
+    same = chosen["keys"] == chosen["values"] == chosen["kl"]
+    found.append(
+        f"Clip factor with the least error of stored keys: {chosen['keys']:g}, of stored values: {chosen['values']:g}, "
+        f"with the least KL: {chosen['kl']:g}{', the same' if same else ''}."
+    )
+    return found
 
 
 def _figure_class():
@@ -211,11 +246,7 @@ def plots(results: dict) -> dict:
     bars.invert_yaxis()
 
     errors = results["errors"]
-    panels = figure(
-        "Errors by layer: keys per channel win where they are stored and in the scores; values per token win only "
-        "where they are consumed",
-        figsize=(9, 6),
-    ).subplots(2, 2, sharex=True)
+    panels = figure("Errors by layer, of keys alone and of values alone", figsize=(9, 6)).subplots(2, 2, sharex=True)
     for panel, (side, field, title) in zip(
         panels.flat,
         [
@@ -246,9 +277,7 @@ def plots(results: dict) -> dict:
     panel.legend()
 
     clip = results["clip"]["factors"]
-    left, right = figure(
-        "The clip factor: the one that stores keys and values best is not the one that keeps the model", figsize=(9, 3)
-    ).subplots(1, 2)
+    left, right = figure("The clip factor, by errors as stored and by KL", figsize=(9, 3)).subplots(1, 2)
     factors = [float(factor) for factor in clip]
     for side in ("keys", "values"):
         left.plot(factors, [row[side] for row in clip.values()], "o-", label=f"{side} as stored")
@@ -292,7 +321,6 @@ def _page(results: dict, about: dict, figures: dict) -> str:
     fields = ("keys", "values", "scores", "weights", "output")
     percent = lambda x: f"{100 * x:.2f} %"
     errors = [(name, *(percent(row[f]) for f in fields)) for name, row in results["summary"].items()]
-    chosen = results["clip"]["chosen_by"]
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Geometry of a key/value cache</title>
 <style>
@@ -305,8 +333,7 @@ img {{ max-width: 100% }} table {{ border-collapse: collapse }} td, th {{ paddin
 {table(("axes of the groups", "perplexity", "KL"), [("unquantized", f"{exact:.2f}", "0"), *axes])}
 <h2>Mean relative errors over the layers</h2>
 {table(("quantized alone", *fields), errors)}
-<p>Clip factor chosen by the error of stored keys: {chosen["keys"]:g}, of stored values: {chosen["values"]:g};
-by the KL of the model: {chosen["kl"]:g}.</p>
+<ul>{"".join(f"<li>{html.escape(found)}</li>" for found in findings(results))}</ul>
 {"".join(image(caption, figure) for caption, figure in figures.items())}
 </html>
 """

@@ -121,6 +121,26 @@ def test_measurements_have_what_the_report_shows(measured):
     assert json.loads(json.dumps(found)) == found
 
 
+def test_findings_follow_the_numbers(measured):
+    found, _ = measured
+    summary = {
+        "key per token": dict(keys=0.5, scores=0.4),
+        "key per channel": dict(keys=0.25, scores=0.1),
+        "value per token": dict(values=0.3, output=0.2),
+        "value per channel": dict(values=0.2, output=0.4),
+    }
+    chosen = dict(keys=0.9, values=0.9, kl=0.8)
+    said = geometry.findings(found | {"summary": summary, "clip": {"chosen_by": chosen}})
+    assert "first: key channel, value token 1.250; key channel, value channel 2.250" in said[0]
+    assert said[1].endswith("40.0 % per token and 10.0 % per channel: per channel is better both ways.")
+    assert said[2].endswith("per channel stores them better, per token serves attention better.")
+    assert said[3].endswith("with the least KL: 0.8.")
+    summary["value per token"]["values"] = 0.1
+    chosen["kl"] = 0.9
+    said = geometry.findings(found | {"summary": summary, "clip": {"chosen_by": chosen}})
+    assert said[2].endswith("per token is better both ways.") and said[3].endswith("0.9, the same.")
+
+
 def test_command_writes_one_page_and_its_numbers(measured, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(geometry, "measure", lambda params, tokens, **_: measured[0])
     command = ["geometry", "--model", str(CHECKPOINT), "--context", "200", "--tokens", "40", "--layers", "0", "2"]

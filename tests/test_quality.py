@@ -1,7 +1,11 @@
 """Scoring a text through a cache."""
 
 import dataclasses
+import importlib.util
+import json
 import platform
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -114,3 +118,28 @@ def test_texts_are_named_by_where_they_are_from_and_a_hash(tmp_path):
     assert len(text.text) > 100_000 and len(text.sha256) == 16 and f"Python {platform.python_version()}" in text.name
     (tmp_path / "own.txt").write_text("Überall", encoding="utf-8")
     assert read(tmp_path / "own.txt").about() == {"name": "own.txt", "sha256": "e1cfb6e42751c75e"}
+
+
+def test_script_writes_a_row_for_each_cache_with_its_layers(tmp_path, monkeypatch):
+    """On a text of one's own; a second run keeps the rows."""
+    root = Path(__file__).parents[1]
+    spec = importlib.util.spec_from_file_location("bench_quality", root / "bench" / "quality.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    (tmp_path / "own.txt").write_text("Many words, and many more. " * 40)
+    model = root / "tests" / "data" / "checkpoints" / "llama2-mha"
+    settings = ["--context", "150", "--tokens", "20", "--stretches", "1", "--caches", "paper()"]
+    command = ["quality.py", "--model", str(model), "--text", str(tmp_path / "own.txt"), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*command, *settings])
+    script.main()
+    saved = json.loads((tmp_path / "quality_own_150_0.json").read_text())
+    row = saved["caches"]["paper()"]
+    assert saved["settings"]["text"] == read(tmp_path / "own.txt").about()
+    assert row["kl"] > 0 and row["tokens"] == 20 and row["bits_per_element"] == 3.0
+    assert {kind: len(errors) for kind, errors in row["layers"].items()} == dict.fromkeys(script.ERRORS, 3)
+    assert all(x > 0 for errors in row["layers"].values() for x in errors)
+    assert (tmp_path / "quality_own_150_0.png").stat().st_size > 10_000
+
+    monkeypatch.setattr(script, "Evaluation", None)  # nothing left to measure
+    script.main()
+    assert json.loads((tmp_path / "quality_own_150_0.json").read_text()) == saved
