@@ -6,7 +6,8 @@
 `recall` trains a two-layer Llama on in-context key-value recall (pairs of tokens, then keys whose values it must give)
 until it solves contexts of 4,096 tokens with nothing quantized (minutes on a GPU), keeps it as an Orbax checkpoint, so
 that a second run starts from it, and then asks through each cache. `passkey` hides a number at several depths of
-texts of some lengths. Writes needle_<what>.json into bench/results, and a heat map needle_passkey.png.
+texts of some lengths. In both, the text enters in pieces that attend to the quantized cache of all before.
+Writes needle_<what>.json into bench/results, and a heat map needle_passkey.png.
 """
 
 import argparse
@@ -220,31 +221,45 @@ NEEDLE = " The pass key is {}. Remember it: {} is the pass key. "
 QUESTION = "\n\nWhat is the pass key? The pass key is"
 
 
+PIECE = 128  # tokens of a prompt that enter at once; they attend to all before them through the quantized cache
+
+
 def passkey(arguments) -> dict:
     params, tokenizer = kivi_jax.load(dtype="float32")
     text = python_topics()
-    filler = tokenizer.encode(text.text)
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    filler, question = encode(text.text), encode(QUESTION)
     found = {name: np.zeros((len(arguments.depths), len(arguments.lengths))) for name in CACHES}
     rng = np.random.default_rng(0)
     with Progress() as progress:
-        task = progress.add_task("asking", total=found["paper()"].size * len(CACHES) * arguments.keys)
+        task = progress.add_task("asking", total=len(arguments.lengths) * len(CACHES))
         for column, length in enumerate(arguments.lengths):
-            for row, depth in enumerate(arguments.depths):
-                for _ in range(arguments.keys):
-                    number = str(rng.integers(10_000, 99_999))
-                    needle, question = (tokenizer.encode(x) for x in (NEEDLE.format(number, number), QUESTION))
+            numbers = rng.integers(10_000, 99_999, (len(arguments.depths), arguments.keys)).astype(str)
+            prompts = []
+            for depth, row in zip(arguments.depths, numbers, strict=True):
+                for number in row:
+                    needle = encode(NEEDLE.format(number, number))
                     room = length - len(needle) - len(question)
                     cut = int(depth * room)
-                    prompt = [*filler[:cut], *needle, *filler[cut:room], *question]
-                    for name, config in CACHES.items():
-                        out = kivi_jax.generate(
-                            params, prompt, tokenizer=tokenizer, max_new_tokens=8, cache=config, eos_token_id=()
-                        )
-                        answer = tokenizer.decode(np.asarray(out.tokens)[0, len(prompt) :])
-                        found[name][row, column] += (number in answer) / arguments.keys
-                        progress.update(task, advance=1)
+                    prompts.append([*filler[:cut], *needle, *filler[cut:room], *question])
+            for name, config in CACHES.items():
+                # The same capacity for all lengths: compiled once.
+                out = kivi_jax.generate(
+                    params,
+                    prompts,
+                    tokenizer=tokenizer,
+                    max_new_tokens=8,
+                    max_length=max(arguments.lengths) + PIECE,
+                    cache=config,
+                    prefill_chunk=PIECE,
+                    eos_token_id=(),
+                )
+                right = [number in answer for number, answer in zip(numbers.ravel(), out.text, strict=True)]
+                found[name][:, column] = np.reshape(right, numbers.shape).mean(1)
+                progress.update(task, advance=1, description=f"{length} tokens, {name}")
     _heat_map(found, arguments)
     return {
+        "model": "SmolLM2-135M-Instruct",
         "lengths": arguments.lengths,
         "depths": arguments.depths,
         "keys": arguments.keys,
