@@ -63,10 +63,10 @@ def contexts(key, count: int, pairs: int, asked: int):
     """Tokens and positions int32 `[count, 2 * pairs + asked]`, and the values `[count, asked]` that are asked for.
 
     A context is value, key, value, key, ..., of keys that all differ, then keys from among them, whose values are the
-    answers. Positions run up to CONTEXT whatever the length: pairs and questions lie at random places, in order, so
-    that short contexts teach what long ones need.
+    answers. Positions run up to CONTEXT whatever the length: pairs and questions lie at random places, in order, more
+    or less far apart, so that short contexts teach what long ones need.
     """
-    which, order, what, again, where = jax.random.split(key, 5)
+    which, order, what, again, where, how_far = jax.random.split(key, 6)
     shuffled = lambda key, x: jnp.take_along_axis(x, jnp.argsort(jax.random.uniform(key, x.shape), axis=1), axis=1)
     ascending = lambda key, n, end: jnp.sort(jax.random.randint(key, (count, n), 0, end - n + 1)) + jnp.arange(n)
     keys = shuffled(order, ascending(which, pairs, KEYS))
@@ -75,7 +75,8 @@ def contexts(key, count: int, pairs: int, asked: int):
     questions, answers = (jnp.take_along_axis(x, asked_pairs, axis=1) for x in (keys, values))
     tokens = jnp.concatenate([jnp.stack([values, keys], axis=-1).reshape(count, -1), questions], axis=1)
     length = tokens.shape[1]
-    gaps = jnp.sort(jax.random.randint(where, (count, pairs + asked), 0, CONTEXT - length + 1))
+    spread = jax.random.uniform(how_far, (count, 1)) * (CONTEXT - length)
+    gaps = (jnp.sort(jax.random.uniform(where, (count, pairs + asked))) * spread).astype(jnp.int32)
     gaps = jnp.concatenate([jnp.repeat(gaps[:, :pairs], 2, axis=1), gaps[:, pairs:]], axis=1)
     return tokens, gaps + jnp.arange(length), answers
 
