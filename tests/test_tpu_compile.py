@@ -31,8 +31,8 @@ HEADS = 8
 
 # Bundles for each 512 tokens of a KV head, everything in the kernel counted: head_dim 128, 2 bits, groups of 32.
 BUDGET = {
-    8: {"v5e": 120, "v5p": 125, "v6e": 112, "7x": 116},
-    4: {"v5e": 112, "v5p": 118, "v6e": 100, "7x": 106},
+    8: {"v5e": 103, "v5p": 105, "v6e": 101, "7x": 102},
+    4: {"v5e": 90, "v5p": 92, "v6e": 86, "7x": 88},
 }
 
 # config, query heads of each KV head, queries, head_dim, sliding window

@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 DTYPE = jnp.float8_e5m2
 
 _DIGIT_BITS = 2
+_DIGIT_MIDDLE = 1.5
 _DIGIT = 0x03030303  # the mantissa of each byte of a word
 _ONE = 0x3C3C3C3C  # 1 in each byte
 
@@ -40,6 +41,11 @@ def weights(bits: int) -> list[int]:
 def offset(bits: int) -> int:
     """What the weighted numbers exceed a quarter of the code by."""
     return sum(weights(bits))
+
+
+def middle(bits: int) -> float:
+    """The middle of the codes."""
+    return _DIGIT_MIDDLE * offset(bits)
 
 
 def planes(packed: jax.Array, bits: int) -> list[jax.Array]:

@@ -27,9 +27,6 @@ from kivi_jax.kernels.tpu.plan import SUBLANES, Plan
 _BY_LANES = (((1,), (1,)), ((), ()))
 _BY_SUBLANES = (((1,), (0,)), ((), ()))
 
-_DIGIT_MIDDLE = {True: 1.5, False: 2.0}
-"""What key digits are counted from: their middle, or the digit whose number is 1.5 if it takes a product."""
-
 
 def decode_step(*refs, names: tuple[str, ...], plan: Plan):
     """One grid step. The refs, by name, with those that only some plans have in brackets:
@@ -41,19 +38,19 @@ def decode_step(*refs, names: tuple[str, ...], plan: Plan):
         blocks [B]: quantized blocks of each sequence
         first_row [B]: the first row of the cache that the first query sees
     inputs
-        q: f32 [1, heads, R, D], scaled
+        q: f32 [1, heads, 2E, D], scaled: the even rows, repeated to E, then the odd rows
         key_codes: u8 [1, heads, tokens * key_bits / 8, D], or with the last two axes swapped
         key_scale, key_zero: bf16 [1, heads, tokens / g, D], or [1, heads, D, scale_lanes]
         value_codes: u8 [1, heads, tokens * value_bits / 8, D], or with the last two axes swapped
         value_scale, value_zero: bf16 [1, heads, D/g, tokens], or [1, heads, tokens] if there is one group
         [key_norm]: bf16 [1, heads, tokens]
-    outputs, which stay in place over the steps of a sequence
-        out: f32 [1, heads, R, D], values weighted by exp2(score - top)
-        stats: f32 [1, heads, R, 128], top in the lower lanes, the sum of the weights in the upper
+    output, which stays in place over the steps of a sequence
+        state: f32 [1, heads, R, 128 + D]: top in 64 lanes, the sum of the weights in 64, the weighted values in D; a
+            weight is exp2(score - top)
     scratch
-        key_scales: f32 [heads, tokens / g, D]
-        key_zeros: f32 [heads, R, 128], query times the zero of each group, a group a lane
-        value_scales, value_zeros: f32 [heads, D/g, tokens], zero in dead blocks; a quarter of the zeros
+        key_zeros: f32 [heads, R, 128], query times the zero of each group, a group a lane; FLOOR in dead blocks
+        key_scales: f32 [heads, D/128 or 1, groups * key_repeats, 128 or D], each group's row that many times
+        value_scales, value_zeros: f32 [heads, D/g, tokens]
         products: f32 [heads, D/128 or 1, value_registers * R, 128 or D]
         [norms]: f32 [heads, 1, tokens]
         [block_scales]: f32 [heads, scale_lanes, D], of which key_scales are a part
@@ -72,42 +69,32 @@ def decode_step(*refs, names: tuple[str, ...], plan: Plan):
         row = lax.broadcasted_iota(jnp.int32, (plan.rows, BLOCK), 0) % plan.distinct_rows
         visible_from = refs.first_row[sequence] - step * plan.tokens + row % plan.queries
 
-    def prepare(h):
-        live = _lane((plan.value_groups, plan.tokens)) < left * BLOCK
-        _prepare_keys(h, refs, first_group, plan)
-        scratches = (refs.value_scales, refs.value_scale, 1), (refs.value_zeros, refs.value_zero, 0.25)
-        for scratch, ref, factor in scratches:
-            x = ref[0, h : h + 1] if plan.value_groups == 1 else ref[0, h]
-            scratch[h] = _times(factor, jnp.where(live, x.astype(jnp.float32), 0.0))
-        if plan.value_codes_by_lanes:
-            refs.value_bytes[h] = refs.value_codes[0, h].T
+    lax.fori_loop(jnp.maximum(left, 0), plan.blocks, lambda block, _: _clear_dead(block, refs, plan), None)
 
     def scores(h):
-        norm = refs.norms.at[h] if plan.key_norm else None
-        packed = refs.key_bytes.at[h] if plan.key_codes_by_lanes else refs.key_codes.at[0, h]
-        found = _scores(refs.q[0, h], packed, refs.key_scales.at[h], refs.key_zeros[h], norm, first_group, plan)
-        return [_masked(score, block, left, visible_from) for block, score in enumerate(found)]
+        _prepare_keys(h, refs, left, first_group, plan)
+        found = _scores(h, refs, first_group, plan)
+        if plan.sliding:
+            token = lambda block: _lane((plan.rows, BLOCK)) + block * BLOCK
+            found = [jnp.where(token(block) >= visible_from, s, FLOOR) for block, s in enumerate(found)]
+        return found
 
     def accumulate(h, scores):
-        stat = refs.stats[0, h]
-        top = jnp.where(first, FLOOR, jnp.broadcast_to(stat[:, :1], stat.shape))
-        total = jnp.where(first, 0.0, jnp.broadcast_to(stat[:, BLOCK // 2 : BLOCK // 2 + 1], stat.shape))
+        _prepare_values(h, refs, plan)
+        stats = refs.state[0, h, :, :BLOCK]
+        top = jnp.where(first, FLOOR, jnp.broadcast_to(stats[:, :1], stats.shape))
+        total = jnp.where(first, 0.0, jnp.broadcast_to(stats[:, BLOCK // 2 : BLOCK // 2 + 1], stats.shape))
         new_top = jnp.maximum(top, functools.reduce(jnp.maximum, scores).max(axis=1, keepdims=True))
         decay = jnp.exp2(top - new_top)
         weights = [jnp.exp2(s - new_top) for s in scores]
         total = total * decay + functools.reduce(jnp.add, weights).sum(axis=1, keepdims=True)
-        packed = refs.value_bytes.at[h] if plan.value_codes_by_lanes else refs.value_codes.at[0, h]
-        weighted = _weighted(
-            weights, packed, refs.value_scales.at[h], refs.value_zeros.at[h], refs.products.at[h], plan
-        )
-        held = jnp.where(first, 0.0, refs.out[0, h])
-        refs.out[0, h] = held * _lanes(decay, plan.channels) + weighted
-        refs.stats[0, h] = jnp.where(upper, total, new_top)
+        held = jnp.where(first, 0.0, refs.state[0, h, :, BLOCK:])
+        refs.state[0, h, :, BLOCK:] = held * _lanes(decay, plan.channels) + _weighted(h, refs, weights, plan)
+        refs.state[0, h, :, :BLOCK] = jnp.where(upper, total, new_top)
 
     # The static scheduler keeps the program's order between dependent phases, so the order is already pipelined.
     pending = []
     for h in range(plan.heads):
-        prepare(h)
         pending.append((h, scores(h)))
         if len(pending) > plan.depth:
             accumulate(*pending.pop(0))
@@ -115,84 +102,153 @@ def decode_step(*refs, names: tuple[str, ...], plan: Plan):
         accumulate(*ahead)
 
 
-def _prepare_keys(h, refs, first_group, plan):
+def _clear_dead(block, refs, plan):
+    """Overwrites what came with a sequence's last blocks but is past them: it may be NaN, and 0 times NaN is NaN."""
+    tokens = pl.ds(pl.multiple_of(block * BLOCK, BLOCK), BLOCK)
+    for ref in (refs.value_scale, refs.value_zero):
+        ref[..., tokens] = jnp.zeros((*ref.shape[:-1], BLOCK), ref.dtype)
+    if plan.key_norm:  # by which FLOOR is multiplied
+        refs.key_norm[..., tokens] = jnp.ones((*refs.key_norm.shape[:-1], BLOCK), refs.key_norm.dtype)
+
+
+def _prepare_keys(h, refs, left, first_group, plan):
     """Fills the scratch of one head's keys."""
     scale, zero = refs.key_scale[0, h], refs.key_zero[0, h]
-    q = refs.q[0, h]
-    high = q.astype(jnp.bfloat16)
-    low = (q - high.astype(jnp.float32)).astype(jnp.bfloat16)  # a second term makes q good to 2**-17
-    both = jnp.concatenate([high, low], axis=0)
-    dot = lambda x: _dot(both, x, _BY_SUBLANES if plan.scale_lanes else _BY_LANES)
-    middle = _DIGIT_MIDDLE[plan.centred] * codes.offset(plan.key_bits)
-    zeros = dot(zero) + middle * dot(scale)
-    refs.key_zeros[h, :, : zeros.shape[1]] = zeros[: plan.rows] + zeros[plan.rows :]
+    q = _two_terms(refs.q[0, h], plan)
+    dot = lambda x: _dot(q, x, _BY_SUBLANES if plan.scale_lanes else _BY_LANES)
+    zeros = dot(zero)
+    if plan.centred:
+        zeros = zeros + codes.middle(plan.key_bits) * dot(scale)
+    zeros = zeros[: plan.rows] + zeros[plan.rows :]
+    live = _lane(zeros.shape) < first_group + left * plan.key_groups
+    refs.key_zeros[h, :, : zeros.shape[1]] = jnp.where(live, zeros, FLOOR)
     scale = scale.astype(jnp.float32)
     if plan.scale_lanes:
         refs.block_scales[h] = scale.T
         scale = refs.block_scales[h, pl.ds(pl.multiple_of(first_group, SUBLANES), plan.step_groups)]
-    refs.key_scales[h] = scale
+    live = lax.broadcasted_iota(jnp.int32, scale.shape, 0) < left * plan.key_groups
+    scale = jnp.where(live, scale, 0.0)
+    for tile, ref in _lane_tiles(refs.key_scales.at[h]):
+        _spread(ref, scale[:, tile], plan.key_repeats)
     if plan.key_codes_by_lanes:
         refs.key_bytes[h] = refs.key_codes[0, h].T
     if plan.key_norm:
         refs.norms[h] = refs.key_norm[0, h : h + 1].astype(jnp.float32)
 
 
-def _scores(q, packed, scales, zeros, norm, first_group, plan):
+def _prepare_values(h, refs, plan):
+    """Fills the scratch of one head's values."""
+    for scratch, ref in ((refs.value_scales, refs.value_scale), (refs.value_zeros, refs.value_zero)):
+        x = ref[0, h : h + 1] if plan.value_groups == 1 else ref[0, h]
+        scratch[h] = x.astype(jnp.float32)
+    if plan.value_codes_by_lanes:
+        refs.value_bytes[h] = refs.value_codes[0, h].T
+
+
+def _two_terms(q, plan):
+    """The rows of `q [2E, D]`, bf16 [2R, D]: rounded, and then what rounding left, which makes them good to 2**-17."""
+    halves = _even_and_odd(q)
+    rounded = unpack(pack(*halves, plan.interpret))
+    rest = [x - r for x, r in zip(halves, rounded, strict=True)]
+    if plan.rows > SUBLANES:
+        return jnp.concatenate([pack(*rounded, plan.interpret), pack(*rest, plan.interpret)], axis=0)
+    # A half has every row twice: enough for both terms.
+    second = _is_second_copy(rest[0].shape)
+    return pack(*(jnp.where(second, b, a) for a, b in zip(rounded, rest, strict=True)), plan.interpret)
+
+
+def _spread(ref, x, repeats):
+    """Writes each row of x that many times, one below the other."""
+    for n in range(repeats):
+        ref[pl.ds(n, x.shape[0], stride=repeats)] = x
+
+
+def _scores(h, refs, first_group, plan):
     """Scores of a head against the step's tokens: a list of f32 [R, 128], one a block.
 
-    Where the plan has no centred codes, a second product, with the constant 1.5 (the number of digit 2), gives the sums
-    of the rounded left operands, in every lane. So digits are counted from 2, near their middle, and exactly so.
+    Where the plan has no centred codes, a second product, with the constant 1, gives the sums of the rounded left
+    operands, in every lane: what the offset of the digits' numbers adds, exactly.
     """
+    packed = refs.key_bytes.at[h] if plan.key_codes_by_lanes else refs.key_codes.at[0, h]
     byte_rows = BLOCK * plan.key_bits // 8
     group = _lane((plan.rows, BLOCK)) // plan.key_group
-    constant = jnp.full((BLOCK, plan.channels), 1.5, codes.DTYPE)
-    registers = range(-(-plan.key_groups // plan.copies))
+    constant = jnp.ones((BLOCK, plan.channels), codes.DTYPE)
     planes_of = codes.centred_planes if plan.centred else codes.planes
-    q = q if plan.centred else 4 * q
+    even, odd = _even_and_odd(_times(1 if plan.centred else 4, refs.q[0, h]))
 
-    def left_operand(block):
-        scaled = [q * _own_rows(scales, n, block * plan.key_groups, plan.key_groups, plan) for n in registers]
-        return jnp.concatenate(scaled, axis=0).astype(jnp.bfloat16)
+    def left_operand(run):
+        """bf16 rows of q * scale, for each group of a run of blocks each distinct row; whole registers."""
+        groups = range(run.start * plan.key_groups, run.stop * plan.key_groups, plan.pair_groups)
+        rows = SUBLANES if plan.key_repeats > 1 else 1
+        scales = [_join_lanes(refs.key_scales.at[h], pl.ds(n * plan.key_repeats, rows)) for n in groups]
+        return jnp.concatenate([pack(even * s, odd * s, plan.interpret) for s in scales], axis=0)
 
     out = []
     for chunk in _chunks(range(plan.blocks), plan.chunk):
-        lefts = [left_operand(block) for block in chunk]
-        rows = lefts[0].shape[0]
+        runs = _chunks(chunk, plan.width)
+        lefts = [left_operand(run) for run in runs]
         if not plan.centred:
             sums = _dot(jnp.concatenate(lefts, axis=0), constant, _BY_LANES)
-        for blocks in _chunks(chunk, plan.width):
-            x = jnp.concatenate([lefts[b - chunk.start] for b in blocks], axis=0)
-            x = jnp.concatenate([_times(w, x) for w in codes.weights(plan.key_bits)], axis=1)
-            planes = [planes_of(packed[b * byte_rows : (b + 1) * byte_rows], plan.key_bits) for b in blocks]
+            sums = _times(codes.offset(plan.key_bits), sums)
+        for run, left in zip(runs, lefts, strict=True):
+            x = jnp.concatenate([_times(w, left) for w in codes.weights(plan.key_bits)], axis=1)
+            planes = [planes_of(packed[b * byte_rows : (b + 1) * byte_rows], plan.key_bits) for b in run]
             y = jnp.concatenate([jnp.concatenate(digits, axis=1) for digits in planes], axis=0)
             products = _dot(x, y, _BY_LANES)
-            for n, block in enumerate(blocks):
-                product = products[n * rows : (n + 1) * rows, n * BLOCK : (n + 1) * BLOCK]
-                if not plan.centred:
-                    at = (block - chunk.start) * rows
-                    product = product - _times(codes.offset(plan.key_bits), sums[at : at + rows])
-                parts = [product[m : m + plan.rows] for m in range(0, rows, plan.rows)]
-                own = group + (first_group + plan.key_groups * block)
-                zero = jnp.take_along_axis(zeros, own, axis=1, mode="promise_in_bounds")
-                score = _own_group(parts, group, plan) + zero
+            if not plan.centred:
+                above = (run.start - chunk.start) // plan.width * lefts[0].shape[0]
+                run_sums = sums[above : above + left.shape[0]]
+            for n, block in enumerate(run):
+                at = n * plan.key_groups  # the block's first group among those of the run
+                parts = []
+                for m in range(at // plan.copies, -(-(at + plan.key_groups) // plan.copies)):
+                    own_rows = slice(m * plan.rows, (m + 1) * plan.rows)
+                    part = products[own_rows, n * BLOCK : (n + 1) * BLOCK]
+                    parts.append(part if plan.centred else part - run_sums[own_rows])
+                lanes = group + (first_group + block * plan.key_groups)
+                zero = jnp.take_along_axis(refs.key_zeros[h], lanes, axis=1, mode="promise_in_bounds")
+                score = _own_group(parts, group + at % plan.copies, plan) + zero
                 if plan.key_norm:
-                    score = score * norm[:, block * BLOCK : (block + 1) * BLOCK]
+                    score = score * refs.norms[h, :, block * BLOCK : (block + 1) * BLOCK]
                 out.append(score)
     return out
 
 
-def _masked(score, block, left, visible_from):
-    """FLOOR where the block is dead or, if there is a `visible_from [R, 128]`, tokens precede it."""
-    seen = block < left
-    if visible_from is not None:
-        seen = seen & (_lane(score.shape) + block * BLOCK >= visible_from)
-    return jnp.where(seen, score, FLOOR)
+def _weighted(h, refs, weights, plan):
+    """The step's values of a head weighted: `weights` as a list of f32 [R, 128], one a block, to f32 [R, D]."""
+    packed = refs.value_bytes.at[h] if plan.value_codes_by_lanes else refs.value_codes.at[0, h]
+    rows, channels, registers = plan.rows, plan.channels, range(plan.value_registers)
+    used = -(-plan.value_groups // plan.copies)
+    byte_rows = BLOCK * plan.value_bits // 8
+    lefts, rights, zeros, sums = [], [], [0.0] * used, [0.0] * used
+    for block, weight in enumerate(weights):
+        tokens = slice(block * BLOCK, (block + 1) * BLOCK)
+        scaled = [weight * _own_rows(refs.value_scales.at[h], n, tokens, plan) for n in registers]
+        pairs = [pack(scaled[n], scaled[n + 1], plan.interpret) for n in registers[::2]]
+        lefts.append(jnp.concatenate(pairs, axis=0))
+        planes = codes.planes(packed[block * byte_rows : (block + 1) * byte_rows], plan.value_bits)
+        rights.append(jnp.concatenate(planes, axis=1))
+        rounded = [x for pair in pairs for x in unpack(pair)]
+        for n in range(used):
+            zeros[n] += weight * _own_rows(refs.value_zeros.at[h], n, tokens, plan)
+            sums[n] += rounded[n]
+    products = _dot(jnp.concatenate(lefts, axis=1), jnp.concatenate(rights, axis=0), _BY_SUBLANES)
+    by_digit = [products[:, k * channels : (k + 1) * channels] for k in range(codes.digits(plan.value_bits))]
+    product = sum(_times(w, x) for w, x in zip(codes.weights(plan.value_bits), by_digit, strict=True))
+    for tile, ref in _lane_tiles(refs.products.at[h]):
+        ref[...] = product[:, tile]
+    parts = []
+    for n in range(used):
+        alternate = pl.ds(n // 2 * 2 * rows + n % 2, rows, stride=2)  # packed pairs have alternating rows
+        rest = zeros[n] - 4 * codes.offset(plan.value_bits) * sums[n]
+        parts.append(4 * _join_lanes(refs.products.at[h], alternate) + rest.sum(axis=1, keepdims=True))
+    return _own_group(parts, _lane((rows, channels)) // plan.value_group, plan)
 
 
-def _own_rows(ref, n, first, groups, plan, tokens=slice(None)):
-    """The scales or zeros that register n of the rows meets, [1 or R, lanes]: those of one group, or of two, in the two
-    copies of the rows. `ref` has a row for each group; the groups are `groups` rows from `first` on."""
-    row = lambda group: ref[pl.ds(first + min(group, groups - 1), 1), tokens]
+def _own_rows(ref, n, tokens, plan):
+    """The value scales or zeros, `ref [D/g, tokens]`, that register n of the weights meets, [1 or R, lanes]: those of
+    one group, or of two, in the two copies of the rows."""
+    row = lambda group: ref[pl.ds(min(group, plan.value_groups - 1), 1), tokens]
     if plan.copies == 1:
         return row(n)
     return jnp.where(_is_second_copy((plan.rows, 1)), row(2 * n + 1), row(2 * n))
@@ -200,37 +256,6 @@ def _own_rows(ref, n, first, groups, plan, tokens=slice(None)):
 
 def _is_second_copy(shape):
     return lax.broadcasted_iota(jnp.int32, shape, 0) >= SUBLANES // 2
-
-
-def _weighted(weights, packed, scales, zeros, products_ref, plan):
-    """The step's values weighted: `weights` as a list of f32 [R, 128], one a block, to f32 [R, D]."""
-    rows, channels, registers = plan.rows, plan.channels, range(plan.value_registers)
-    used = -(-plan.value_groups // plan.copies)
-    byte_rows = BLOCK * plan.value_bits // 8
-    offset = codes.offset(plan.value_bits)
-    lefts, rights, rest = [], [], [0.0] * used
-    for block, weight in enumerate(weights):
-        tokens = slice(block * BLOCK, (block + 1) * BLOCK)
-        own = lambda ref, n, tokens=tokens: _own_rows(ref, n, 0, plan.value_groups, plan, tokens)
-        scaled = [weight * own(scales, n) for n in registers]
-        pairs = [pack(scaled[n], scaled[n + 1], plan.interpret) for n in registers[::2]]
-        lefts.append(jnp.concatenate(pairs, axis=0))
-        planes = codes.planes(packed[block * byte_rows : (block + 1) * byte_rows], plan.value_bits)
-        rights.append(jnp.concatenate(planes, axis=1))
-        rounded = [x for pair in pairs for x in unpack(pair)]
-        rest = [have + (weight * own(zeros, n) - _times(offset, rounded[n])) for n, have in enumerate(rest)]
-    products = _dot(jnp.concatenate(lefts, axis=1), jnp.concatenate(rights, axis=0), _BY_SUBLANES)
-    by_digit = [products[:, k * channels : (k + 1) * channels] for k in range(codes.digits(plan.value_bits))]
-    product = sum(_times(w, x) for w, x in zip(codes.weights(plan.value_bits), by_digit, strict=True))
-    lane_tiles = range(products_ref.shape[0])
-    for tile in lane_tiles:
-        products_ref[tile] = product[:, tile * BLOCK : min((tile + 1) * BLOCK, channels)]
-    parts = []
-    for n in range(used):
-        alternate = pl.ds(n // 2 * 2 * rows + n % 2, rows, stride=2)  # packed pairs have alternating rows
-        product = jnp.concatenate([products_ref.at[tile][alternate] for tile in lane_tiles], axis=1)
-        parts.append(product + rest[n].sum(axis=1, keepdims=True))
-    return 4 * _own_group(parts, _lane((rows, channels)) // plan.value_group, plan)
 
 
 def _own_group(parts, group, plan):
@@ -248,6 +273,22 @@ def _select(parts, index):
     for i, part in enumerate(parts[1:], 1):
         out = jnp.where(index == i, part, out)
     return out
+
+
+def _even_and_odd(q):
+    """The halves of the ref q, f32 [E, D] each."""
+    return q[: q.shape[0] // 2], q[q.shape[0] // 2 :]
+
+
+def _lane_tiles(ref):
+    """For each [N, 128 or D] of `ref [D/128 or 1, N, 128 or D]`, its lanes of the whole and itself."""
+    width = ref.shape[2]
+    return [(slice(n * width, (n + 1) * width), ref.at[n]) for n in range(ref.shape[0])]
+
+
+def _join_lanes(ref, rows):
+    """Rows of `ref [D/128 or 1, N, 128 or D]`, as [rows, D]."""
+    return jnp.concatenate([tile[rows] for _, tile in _lane_tiles(ref)], axis=1)
 
 
 def _chunks(blocks, size):

@@ -23,13 +23,13 @@ class Plan:
     Attributes:
         key_bits, value_bits, key_group, value_group: as in `KiviConfig`.
         queries: Lq; rows of queries are query heads times queries, query last.
-        rows: R, rows of scores, a multiple of 8, copies included.
+        rows: R, rows of scores, 8 or a multiple of 16, copies included.
         copies: 2 if there are 4 rows of queries at most, so that a register serves two groups; else 1.
         channels: D.
         heads: KV heads of a grid step.
         tokens: tokens of a grid step, whole blocks; the softmax state is updated once for each.
         depth: how many heads the scores run ahead of the values.
-        width: blocks whose scores one product gives, as many as fill the matrix unit's columns.
+        width: blocks whose scores one product gives, as many as fill the matrix unit's columns and two registers' rows.
         chunk: blocks whose left operands are summed by one product.
         centred: whether key codes are centred by vector operations, which are scarce, rather than by a second product,
             whose matrix unit is scarcer if it is narrow and registers serve one group.
@@ -67,6 +67,26 @@ class Plan:
         return self.rows // self.copies
 
     @property
+    def half_rows(self) -> int:
+        """E, rows of each half of the queries, the even and the odd ones: whole registers."""
+        return max(self.rows // 2, SUBLANES)
+
+    @property
+    def pair_groups(self) -> int:
+        """Key groups that the distinct rows of two registers serve."""
+        return max(2 * SUBLANES // self.distinct_rows, 1)
+
+    @property
+    def key_repeats(self) -> int:
+        """How many rows of key scales a group has: as many as it has in a register, or 1 if it fills registers."""
+        return SUBLANES // self.pair_groups if self.pair_groups > 1 else 1
+
+    @property
+    def key_scale_rows(self) -> int:
+        """Rows of key scales, whole registers."""
+        return -(-self.step_groups // self.pair_groups) * self.pair_groups * self.key_repeats
+
+    @property
     def blocks(self) -> int:
         """Blocks of a grid step."""
         return self.tokens // BLOCK
@@ -100,7 +120,7 @@ def choose(num_rows: int, queries: int, layer: LayerCache, sliding: bool, interp
     """
     config = layer.config
     heads, channels = layer.key_window.shape[1], layer.key_window.shape[3]
-    rows = -(-num_rows // SUBLANES) * SUBLANES
+    rows = SUBLANES if num_rows <= SUBLANES else -(-num_rows // (2 * SUBLANES)) * 2 * SUBLANES
     groups = layer.key_scale.shape[2]
     wide = _has_wide_matrix_unit()
     copies = 2 if num_rows <= SUBLANES // 2 else 1
@@ -117,8 +137,8 @@ def choose(num_rows: int, queries: int, layer: LayerCache, sliding: bool, interp
         channels=channels,
         heads=_step_heads(heads, rows, heads_on_sublanes),
         tokens=_step_tokens(layer.capacity, rows, config.key_group_size),
-        depth=2,
-        width=2 if copies == 2 or wide else 1,
+        depth=2 if copies == 1 else 4 if wide else 5,
+        width=max(2 if wide else 1, 2 * SUBLANES * copies // rows * config.key_group_size // BLOCK),
         chunk=8,
         centred=copies == 1 and not wide,
         key_codes_by_lanes=tokens_on_lanes(layer.key_codes),
