@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from caches import ROWS, filled, keys_and_values
+from error_rule import assert_within_rule
 
 from kivi_jax import cache as kv
 from kivi_jax.config import BLOCK, KiviConfig
-from kivi_jax.kernels import reference, tpu
+from kivi_jax.kernels import tpu
 
 CONFIGS = {
     "tiles of two blocks of scales": (KiviConfig(), 128, 1024),
@@ -54,18 +55,19 @@ def test_flush_of_a_full_cache_touches_nothing(rng):
 
 
 @pytest.mark.parametrize(("tokens", "channels", "sliding_window"), [(200, 128, None), (256, 64, 70)])
-def test_prompt_attention_is_that_of_the_reference(tokens, channels, sliding_window, rng):
+@pytest.mark.parametrize("spread", [1.0, 3.0])
+def test_prompt_attention_holds_the_error_rule(tokens, channels, sliding_window, spread, rng):
+    """A prompt is a piece beside an empty cache."""
     key, value = keys_and_values(rng, 2, 2, tokens, channels, jnp.bfloat16)
-    q = jnp.asarray(rng.normal(size=(2, 4, tokens, channels)), jnp.bfloat16)
+    q = jnp.asarray(spread * rng.normal(size=(2, 4, tokens, channels)), jnp.bfloat16)
     counts = jnp.asarray([tokens, tokens // 3], jnp.int32)
     padding = (jnp.arange(tokens) >= counts[:, None])[:, None, :, None]
     key, value = (jnp.where(padding, jnp.bfloat16(jnp.nan), x) for x in (key, value))
     out = tpu.attend_prompt(q, key, value, counts, sliding_window=sliding_window, interpret=True)
-    wide = (x.astype(jnp.float32) for x in (q, key, value))
-    want = reference.attend_prompt(*wide, counts, sliding_window=sliding_window)
     assert out.dtype == jnp.bfloat16 and out.shape == q.shape
-    error = np.abs(np.asarray(out, np.float32) - np.asarray(want))
-    assert error[np.broadcast_to(~padding, error.shape)].max() < 2**-5  # values up to 4, rounded to 8 bits, and scores
+    empty = filled(key[:, :, :0], value[:, :, :0], (0, 0), KiviConfig(), BLOCK)
+    piece = dict(new_key=key, new_value=value, counts=counts, sliding_window=sliding_window)
+    assert_within_rule(out, q, empty.layers[0], empty.length, empty.quantized, factor=4, **piece)
 
 
 def test_prompts_of_other_dtypes_and_head_dims_are_refused():
