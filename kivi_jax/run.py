@@ -19,9 +19,9 @@ from kivi_jax.sampling import Sampler
 
 BUFFER = 128  # the loop's token buffer is a multiple of this, so that max_new_tokens rarely recompiles
 REPORT = 64  # steps between two reports of progress
-PREFILL_TOKENS = 32768
+PREFILL_TOKENS = 8192
 """Tokens of prompts that are taken in together, padding counted: enough to keep a device busy, and few enough that
-their activations are small beside a model."""
+their activations, and the cache of these prompts alone, are small beside a model."""
 
 
 @jax.tree_util.register_dataclass
@@ -148,6 +148,7 @@ class Run:
                 if whole is None:
                     whole = jax.tree.map(lambda x: jnp.zeros((len(rows), *x.shape[1:]), x.dtype), part)
                 whole = _place(whole, part, start)
+                del part  # or the next one would come to lie beside it
             logits, cache = whole
         if self.copies > 1:
             return jnp.repeat(logits, self.copies, axis=0), fork(cache, self.copies)
