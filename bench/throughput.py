@@ -5,7 +5,8 @@
 Each figure is a decoding loop of 128 steps (so that each sequence flushes one block), compiled as `generate` compiles
 it, timed after a first run of 1 step, with the device finished. Weights and the contents of the cache are random. The
 largest batch is what fits beside the weights in 95% of the device's memory, in steps of 1 up to 32 and of 8 above.
-Before that a prompt of `--prompt` tokens is taken into a cache of 2 bits (0: none), for its time and memory.
+Before that a prompt of `--prompt` tokens is taken into a cache of 2 bits (0: none), for its time and memory. Rows that
+the file has already, of the same device and versions, are kept and not measured again.
 """
 
 import argparse
@@ -65,6 +66,10 @@ def main() -> None:
         "rows": [],
         "prompts": [],
     }
+    if arguments.out.exists():
+        saved = json.loads(arguments.out.read_text())
+        if all(saved[name] == result[name] for name in ("device", "versions")):
+            result = saved
 
     def keep(kind: str, row: dict):
         result[kind].append(row)
@@ -74,18 +79,20 @@ def main() -> None:
 
     for name in arguments.model:
         model = random_model(name)
-        if name == arguments.model[0] and arguments.prompt:
+        known = [(row["model"], row["tokens"]) for row in result["prompts"]]
+        if name == arguments.model[0] and arguments.prompt and (name, arguments.prompt) not in known:
             # First of all, as the device tells the peak of all that went before.
             keep("prompts", {"model": name} | take_in(model, "2", arguments.prompt, device))
-        for row in measure(name, model, arguments.context, device):
+        known = {tuple(row[part] for part in ("model", "context", "batch", "cache_bits")) for row in result["rows"]}
+        for row in measure(name, model, arguments.context, device, known):
             keep("rows", row)
         del model
         gc.collect()
     show(result)
 
 
-def measure(name: str, model, contexts: list[int], device):
-    """Rows for batch 1, for batch 16 at 32k, and for each cache's largest batch."""
+def measure(name: str, model, contexts: list[int], device, known: set[tuple]):
+    """Rows for batch 1, for batch 16 at 32k, and for each cache's largest batch, but for those that are known."""
     room = device.memory_stats()["bytes_limit"] * SHARE - sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
     cases = []
     for context in contexts:
@@ -93,6 +100,7 @@ def measure(name: str, model, contexts: list[int], device):
             batches = {1, largest_batch(model, CACHES[cache], context, room)} | ({16} if context == 32768 else set())
             fits = lambda batch, cache=cache, context=context: held(model, CACHES[cache], batch, context) <= room
             cases += [Case(name, context, batch, cache) for batch in sorted(batches - {0}) if fits(batch)]
+    cases = [case for case in cases if (name, case.context, case.batch, case.bits) not in known]
     # A compilation takes seconds, most of them on one core, and the device is needed for none of the waiting.
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         compiled = list(pool.map(functools.partial(compile_loop, model), cases))
