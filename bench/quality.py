@@ -158,8 +158,9 @@ def _plot(rows: dict, settings: dict, path: Path):
         [["kl", "kl", "keys", "scores"], ["kl", "kl", "values", "output"]] if layered else "k"
     )
     quality, *_ = panels.values()
+    colors = {name: f"C{n % 10}" for n, name in enumerate(rows)}
     for name, row in rows.items():
-        quality.plot(row["bits_per_element"], row["kl"], "o", label=name)
+        quality.plot(row["bits_per_element"], row["kl"], "o", label=name, color=colors[name])
     quality.set(
         xlabel="bits an element",
         ylabel="KL to the unquantized model, nats a token",
@@ -168,8 +169,8 @@ def _plot(rows: dict, settings: dict, path: Path):
     )
     quality.legend(fontsize="small")
     for kind, title in ERRORS.items() if layered else ():
-        for layers in layered.values():
-            panels[kind].plot(layers[kind])
+        for name, layers in layered.items():
+            panels[kind].plot(layers[kind], color=colors[name])
         panels[kind].set(xlabel="layer", yscale="log", title=f"relative error of {title}")
     figure.savefig(path.with_suffix(".png"), dpi=100)
 
