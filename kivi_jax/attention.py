@@ -115,6 +115,12 @@ def flush_layer(
     return _first(implementation, "flush", layer, length, quantized)
 
 
+def flush_skips(implementation: str | None) -> bool:
+    """Whether `flush_layer` by this implementation costs next to nothing where no sequence is due."""
+    module = importlib.import_module(f"kivi_jax.kernels.{_candidates(implementation)[0]}")
+    return getattr(module, "FLUSH_SKIPS", False)
+
+
 def _first(implementation: str | None, op: str, *args, **kwargs) -> jax.Array:
     """`op` of the implementation named, or of the first that supports the case."""
     candidates = _candidates(implementation)

@@ -212,7 +212,9 @@ def advance(cache: KVCache, layers: tuple[LayerCache, ...], counts: jax.Array) -
     return dataclasses.replace(cache, retained=_retained(cache))
 
 
-def flush(cache: KVCache, after: jax.Array | None = None, kernel: Callable | None = None) -> KVCache:
+def flush(
+    cache: KVCache, after: jax.Array | None = None, kernel: Callable | None = None, conditional: bool = True
+) -> KVCache:
     """Quantizes the block of every sequence whose oldest unquantized block has left the residual window.
 
     For the step-by-step path: after `write_token` in each layer, and with `length` already counting that token. Copies
@@ -223,15 +225,17 @@ def flush(cache: KVCache, after: jax.Array | None = None, kernel: Callable | Non
         after: an array that comes of reading the rows, such as the hidden states. XLA copies rows that it may have to
             read after they are written; a predicate that depends on `after` lets it see that it does not.
         kernel: does what `flush_layer` does, and is used in its place.
+        conditional: False calls the kernel in every step, for one that costs next to nothing where no sequence is due.
+            XLA for TPUs may copy the rows that pass through a conditional.
     """
     flush_one = kernel or flush_layer
     quantized = jnp.maximum(cache.quantized, quantized_length(cache.length, cache.config))
-    layers = lax.cond(
-        jnp.any(quantized > cache.quantized) | (False if after is None else jnp.isnan(after).any()),
-        lambda layers: tuple(flush_one(layer, cache.length, cache.quantized) for layer in layers),
-        lambda layers: layers,
-        cache.layers,
-    )
+    flush_all = lambda layers: tuple(flush_one(layer, cache.length, cache.quantized) for layer in layers)
+    if conditional:
+        due = jnp.any(quantized > cache.quantized) | (False if after is None else jnp.isnan(after).any())
+        layers = lax.cond(due, flush_all, lambda layers: layers, cache.layers)
+    else:
+        layers = flush_all(cache.layers)
     return dataclasses.replace(cache, layers=layers, quantized=quantized, retained=_retained(cache))
 
 

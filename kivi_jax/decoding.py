@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kivi_jax import cache as kv
-from kivi_jax.attention import attend, attend_prompt, flush_layer
+from kivi_jax.attention import attend, attend_prompt, flush_layer, flush_skips
 from kivi_jax.cache import KVCache
 from kivi_jax.config import KiviConfig
 from kivi_jax.models import Llama
@@ -143,7 +143,8 @@ def decode_step(
     hidden, layers = model(tokens[:, None], length[:, None], cache.layers, attention, rotated=rotary is None)
     cache = dataclasses.replace(cache, layers=layers, length=length + active.astype(jnp.int32))
     kernel = functools.partial(flush_layer, implementation=implementation)
-    return hidden[:, 0], kv.flush(cache, after=hidden, kernel=kernel)
+    conditional = not flush_skips(implementation)
+    return hidden[:, 0], kv.flush(cache, after=hidden, kernel=kernel, conditional=conditional)
 
 
 def _cache_rotary(model: Llama, cache: KVCache):

@@ -114,14 +114,9 @@ def test_prompt_attention_holds_no_square_of_scores(generation):
     assert compiled.memory_analysis().temp_size_in_bytes < tokens * tokens
 
 
-# On 7x XLA tiles what a conditional returns in bfloat16 by (16, 128), and a program's arguments by (8, 128).
-# The two are the same bytes where an array is 128 lanes wide, as it is but for scales whose groups lie along lanes.
-RETILED = pytest.mark.xfail(reason="XLA retiles key scales and zeros around the conditional flush", strict=True)
-
-
 @pytest.mark.parametrize(
     ("generation", "channels"),
-    [*((name, 128) for name in TOPOLOGIES), ("v5e", 64), pytest.param("7x", 64, marks=RETILED)],
+    [*((name, 128) for name in TOPOLOGIES), ("v5e", 64), ("7x", 64)],
 )
 def test_decode_step_of_a_model_updates_its_cache_in_place(generation, channels):
     config = LlamaConfig(

@@ -1,5 +1,6 @@
 """The TPU flush, to the bit, and the TPU attention of prompts, in interpret mode."""
 
+import dataclasses
 import functools
 
 import jax
@@ -42,6 +43,17 @@ def test_flush_equals_the_portable_one_to_the_bit(case, rng):
         assert np.asarray(getattr(got, name)).tobytes() == np.asarray(x).tobytes(), name
         changed |= np.asarray(x).tobytes() != np.asarray(getattr(layer, name)).tobytes()
     assert changed
+
+
+def test_where_no_sequence_is_due_the_flush_touches_nothing(rng):
+    """Neither the rows of the sequence that its one step visits, dead ones too, nor another's."""
+    key, value = keys_and_values(rng, 3, 1, 511, 128, jnp.bfloat16)
+    cache = filled(key, value, (400, 300, 511), KiviConfig(), 1024)
+    (layer,) = cache.layers
+    layer = dataclasses.replace(layer, key_codes=layer.key_codes ^ 255, value_codes=layer.value_codes ^ 255)
+    got = jax.jit(functools.partial(tpu.flush, interpret=True))(layer, cache.length, cache.quantized)
+    for name in ("key_codes", "key_scale", "value_codes", "value_zero"):
+        assert np.array_equal(getattr(got, name), getattr(layer, name)), name
 
 
 def test_flush_of_a_full_cache_touches_nothing(rng):

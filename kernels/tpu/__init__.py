@@ -5,4 +5,7 @@ from kivi_jax.kernels.tpu.attend import FEATURES, attend
 from kivi_jax.kernels.tpu.flush import flush
 from kivi_jax.kernels.tpu.prompt import attend_prompt
 
-__all__ = ["FEATURES", "attend", "attend_prompt", "flush"]
+__all__ = ["FEATURES", "FLUSH_SKIPS", "attend", "attend_prompt", "flush"]
+
+FLUSH_SKIPS = True
+"""Where no sequence is due, `flush` is a launch of one step."""

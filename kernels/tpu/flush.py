@@ -1,8 +1,8 @@
 """The flush on TPU: a kernel writes the new blocks in place, where XLA's updates would copy whole fields.
 
 XLA quantizes, with the one quantizer that every path uses, so that the bits are the same everywhere. The kernel only
-moves what comes of it. A tile may hold several blocks' worth of a field (4 rows of scales are half a tile), so each
-sequence's tile is read, changed and written back.
+moves what comes of it, for the sequences that are due. A tile may hold several blocks' worth of a field (4 rows of
+scales are half a tile), so each such sequence's tile is read, changed and written back.
 """
 
 import dataclasses
@@ -59,11 +59,14 @@ def flush(layer: LayerCache, length: jax.Array, quantized: jax.Array, *, interpr
         interpret: run the kernel in interpret mode, on any device.
     """
     due = quantized_length(length, layer.config) > quantized
-    new = oldest_block(layer, quantized)
+    blocks = functools.partial(oldest_block, layer, quantized)
+    nothing = lambda: {name: jnp.zeros(x.shape, x.dtype) for name, x in jax.eval_shape(blocks).items()}
+    new = lax.cond(due.any(), blocks, nothing)
     views = {name: _view(name, getattr(layer, name), layer) for name in new}
     old = [in_place(view.of(getattr(layer, name)), interpret) for name, view in views.items()]
     new = [view.of(new[name]) for name, view in views.items()]
-    # A sequence that is not due rewrites what is there, so any block will do; one past the end must not be touched.
+    sequences = jnp.argsort(~due)  # those that are due come first, a step for each
+    # There is a first step even if none is due, which rewrites what is there; a block past the end must not be touched.
     index = jnp.minimum(quantized // BLOCK, layer.capacity // BLOCK - 1)
 
     def tile(view, field):
@@ -71,26 +74,26 @@ def flush(layer: LayerCache, length: jax.Array, quantized: jax.Array, *, interpr
         shape[view.axis] = view.per_tile
         blocks = view.per_tile // view.per_block
 
-        def at(b, index, due):
-            where = [b, 0, 0, 0]
-            where[view.axis] = index[b] // blocks
+        def at(n, sequences, index, _):
+            where = [sequences[n], 0, 0, 0]
+            where[view.axis] = index[sequences[n]] // blocks
             return tuple(where)
 
         return pl.BlockSpec(tuple(shape), at)
 
     tiles = [tile(view, field) for view, field in zip(views.values(), old, strict=True)]
-    whole = [pl.BlockSpec((1, *x.shape[1:]), lambda b, *_: (b, 0, 0, 0)) for x in new]
-    scalars = 2
+    whole = [pl.BlockSpec((1, *x.shape[1:]), lambda n, sequences, *_: (sequences[n], 0, 0, 0)) for x in new]
+    scalars = 3
     written = pl.pallas_call(
         functools.partial(_write, views=tuple(views.values())),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=scalars, grid=index.shape, in_specs=[*whole, *tiles], out_specs=tiles
+            num_scalar_prefetch=scalars, grid=(jnp.maximum(due.sum(), 1),), in_specs=[*whole, *tiles], out_specs=tiles
         ),
         out_shape=[(jax.ShapeDtypeStruct if interpret else pltpu.HBM)(x.shape, x.dtype) for x in old],
         input_output_aliases={scalars + len(new) + n: n for n in range(len(old))},
         interpret=interpret,
         name="kivi_flush",
-    )(index, due.astype(jnp.int32), *new, *old)
+    )(sequences.astype(jnp.int32), index, due.astype(jnp.int32), *new, *old)
     fields = {name: view.undo(x) for (name, view), x in zip(views.items(), written, strict=True)}
     return dataclasses.replace(layer, **fields)
 
@@ -111,12 +114,13 @@ def _view(name: str, field: jax.Array, layer: LayerCache) -> View:
 
 
 def _write(
+    sequences,  # scalars [B]: the sequence of each step
     index,  # scalars [B]: the block to write in each sequence
     due,  # scalars [B]: 1 where it is to be written
     *refs,  # for each field its new block [1, X, Y, Z], then for each its tile, then for each the tile as written
     views: tuple[View, ...],
 ):
-    b = pl.program_id(0)
+    sequence = sequences[pl.program_id(0)]
     count = len(views)
     for view, new_ref, old_ref, out_ref in zip(
         views, refs[:count], refs[count : 2 * count], refs[2 * count :], strict=True
@@ -127,7 +131,7 @@ def _write(
             if blocks > 1:
                 new = jnp.concatenate([new] * blocks, axis=view.axis - 2)
             at = lax.broadcasted_iota(jnp.int32, new.shape, view.axis - 2) // view.per_block
-            here = (at == index[b] % blocks) & (due[b] == 1)
+            here = (at == index[sequence] % blocks) & (due[sequence] == 1)
             out_ref[0, x] = _from_int32(jnp.where(here, new, _as_int32(old_ref[0, x])), out_ref.dtype)
 
 
