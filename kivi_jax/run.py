@@ -170,7 +170,7 @@ class Run:
     def _take_in(self, rows: list[np.ndarray]) -> tuple[jax.Array, KVCache]:
         """`prefill` for some of the prompts, or for all where they continue a cache; one copy of each."""
         logits, cache, ours = self.logits, self.cache, False
-        for start in range(0, self.longest, self.chunk):
+        for start in range(0, max(len(row) for row in rows), self.chunk):
             pieces = [row[start : start + self.chunk] for row in rows]
             tokens = prompts.pad(pieces, self.chunk, self.pad_token_id)
             counts = np.asarray([len(piece) for piece in pieces], np.int32)
