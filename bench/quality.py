@@ -71,7 +71,7 @@ def main():
     parser.add_argument("--offset", type=int, default=0, help="tokens of the text to pass over")
     parser.add_argument("--chunk", type=int, default=32, help="tokens of a piece; 1 is decoding step by step")
     parser.add_argument("--sweep", action="store_true", help="other constants, without the errors of layers")
-    parser.add_argument("--caches", nargs="*", choices=[*CACHES, *SWEEP], metavar="NAME", help="default: all")
+    parser.add_argument("--caches", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
 
@@ -86,6 +86,8 @@ def main():
         "text": text.about(),
     }
     configs = SWEEP if arguments.sweep else CACHES
+    if unknown := set(arguments.caches or ()) - set(configs):
+        parser.error(f"--caches must be of {', '.join(configs)}; got {', '.join(unknown)}")
     about = ["sweep"] * arguments.sweep + [Path(text.name).stem] * bool(arguments.text)
     path = arguments.out / f"{'_'.join(['quality', *about])}_{arguments.context}_{arguments.offset}.json"
     rows = _kept(path, settings)
