@@ -230,7 +230,15 @@ def flush(
     """
     flush_one = kernel or flush_layer
     quantized = jnp.maximum(cache.quantized, quantized_length(cache.length, cache.config))
-    flush_all = lambda layers: tuple(flush_one(layer, cache.length, cache.quantized) for layer in layers)
+
+    def flush_all(layers):
+        done = []
+        for layer in layers:
+            if done:  # one after the other, so that what they hold meanwhile is that of one
+                done[-1], layer = lax.optimization_barrier((done[-1], layer))
+            done.append(flush_one(layer, cache.length, cache.quantized))
+        return tuple(done)
+
     if conditional:
         due = jnp.any(quantized > cache.quantized) | (False if after is None else jnp.isnan(after).any())
         layers = lax.cond(due, flush_all, lambda layers: layers, cache.layers)

@@ -79,14 +79,26 @@ def test_flush_copies_nothing(config, tmp_path, monkeypatch):
     assert memory.temp_size_in_bytes < 4096 and " copy(" not in text and " fusion(" not in text
 
 
+def test_flush_holds_the_blocks_of_one_layer_at_a_time(tmp_path, monkeypatch):
+    """A 16-bit cache, which XLA flushes: the temporaries do not grow with the layers."""
+    config = KiviConfig(key_bits=16, value_bits=16, residual_length=0)
+    held = []
+    for layers in (1, 3):
+        like = dict(batch_size=4, num_kv_heads=8, head_dim=128, max_length=1024, dtype=jnp.bfloat16)
+        cache = jax.eval_shape(lambda layers=layers, like=like: kv.init(config, num_layers=layers, **like))
+        compiled, _ = gpu_compile.compile_for_h200(kv.flush, (cache,), tmp_path, monkeypatch, donate_argnums=0)
+        held.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert held[1] < 1.1 * held[0]
+
+
 @pytest.mark.parametrize("value_bits", [2, 4, 8])
 @pytest.mark.parametrize("key_bits", [2, 4, 8])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_stages_fit_or_are_refused(head_dim, key_bits, value_bits):
+def test_steps_fit_or_are_refused(head_dim, key_bits, value_bits):
     geometry = Geometry(head_dim, key_bits, value_bits, 32, 32, has_norm=True)
     if head_dim == 256 and {key_bits, value_bits} == {4, 8}:
         with pytest.raises(NotImplementedError, match="shared memory"):
             choose_division(geometry, 8, 1, 132)
         return
     division = choose_division(geometry, 8, 1, 132)
-    assert 4 * division.warpgroups * division.stages * geometry.stage_bytes <= SHARED_BYTES
+    assert 4 * division.warpgroups * geometry.step_bytes <= SHARED_BYTES
