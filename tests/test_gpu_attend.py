@@ -188,7 +188,7 @@ def test_same_whatever_the_division(rng):
     q, cache, arguments = make(Case(lengths=(1291, 1, 0, 700)), rng, 1.0)
     results = [
         attend_divided(q, cache.layers[0], cache.length, cache.quantized, **arguments, division=division)
-        for division in (Division(1, 2, 1), Division(2, 2, 7), Division(1, 3, 50), Division(2, 2, 132))
+        for division in (Division(1, 1), Division(2, 7), Division(1, 50), Division(2, 132))
     ]
     for other in results[1:]:
         np.testing.assert_allclose(

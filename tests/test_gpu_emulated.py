@@ -47,10 +47,10 @@ def emulated_attend(monkeypatch):
         arrays = {name: np.asarray(x) for name, x in inputs.items()}
         empty = {name: np.full(x.shape, -1 if x.dtype == jnp.int32 else np.nan, x.dtype) for name, x in
                  launch.partial_shapes(problem).items()}  # fmt: skip
-        stages = problem.warps * problem.stages * problem.geometry.stage_bytes
+        shared = problem.warps * problem.geometry.step_bytes
         blocks = problem.blocks * problem.column_tiles
         emit = lambda pointers, shared: decode.work(work.Refs(**pointers), shared, problem)
-        parts = gpu_emulator.launch(emit, arrays | empty, stages, blocks, problem.warps)
+        parts = gpu_emulator.launch(emit, arrays | empty, shared, blocks, problem.warps)
         parts["result"] = np.full((problem.heads * problem.columns, q.shape[-1]), np.nan, problem.dtype)
 
         def emit(pointers, shared):
@@ -68,12 +68,12 @@ def emulated_attend(monkeypatch):
 def test_error_rule(name, emulated_attend, rng):
     case = SMALL[name]
     q, cache, arguments = make(case, rng, 1.0)
-    got = emulated_attend(q, cache.layers[0], cache.length, cache.quantized, division=Division(1, 2, 3), **arguments)
+    got = emulated_attend(q, cache.layers[0], cache.length, cache.quantized, division=Division(1, 3), **arguments)
     rms, largest = compare(got, case, q, cache, arguments)
     assert rms <= RULE and largest <= RULE
 
 
-@pytest.mark.parametrize("division", [Division(1, 2, 1), Division(2, 3, 2), Division(1, 1, 9)])
+@pytest.mark.parametrize("division", [Division(1, 1), Division(2, 2), Division(1, 9)])
 def test_any_division(division, emulated_attend, rng):
     """No unit of work is lost or taken twice, and no copy is read before it has arrived, whatever the shares."""
     case = Case(KiviConfig(sink_length=2), lengths=(650, 0, 1, 300), head_dim=64, group=1)

@@ -30,7 +30,7 @@ from kivi_jax.kernels.gpu import instructions as gpu
 from kivi_jax.kernels.gpu import maps
 from kivi_jax.kernels.gpu.instructions import Float, Int, Pointer
 from kivi_jax.kernels.gpu.maps import COLUMNS, SPAN, TILES
-from kivi_jax.kernels.gpu.stage import Stage, codes_of, copy_step, even_and_odd, lane_pointers
+from kivi_jax.kernels.gpu.stage import Copies, Stage, codes_of, even_and_odd, lane_pointers
 from kivi_jax.kernels.gpu.work import HEAD_UNITS, Lane, Problem, Refs, Sequence, WorkList, first_column
 
 LOG2_E = math.log2(math.e)
@@ -382,13 +382,12 @@ def store_partial(state: State, row: Int, refs: Refs, lane: Lane, problem: Probl
 
 
 def attend_head(
-    head: Int, sequence: Sequence, first: Int, end: Int, row: Int, stages: Int, refs: Refs, lane: Lane, problem: Problem
+    head: Int, sequence: Sequence, first: Int, end: Int, row: Int, shared: Int, refs: Refs, lane: Lane, problem: Problem
 ):
     """Units `first`, `first + warps`, ... before `end` of a head, of which the first `HEAD_UNITS` are nothing to do.
 
-    Leaves partial `row`.
-
-    `stages` is this warp's part of shared memory.
+    Leaves partial `row`. `shared` is this warp's part of shared memory, which holds the keys of one step and the values
+    of one: those of the next are on their way as soon as they have been read.
     """
     geometry, fmt, warps = problem.geometry, problem.format, problem.warps
     exact_units = sequence.exact_units
@@ -398,16 +397,25 @@ def attend_head(
     exact = count(first, gpu.minimum(end, exact_units))
     steps = count(first + exact * warps, end)
     step_of = lambda n: first - exact_units + (exact + n) * warps + sequence.first_block * geometry.steps
-    pointers = lane_pointers(refs, head, lane, problem)
-    slot = lambda n: stages + (n % problem.stages) * geometry.stage_bytes
+    copies = Copies(lane_pointers(refs, head, lane, problem), lane, problem)
+    stage = Stage(shared, shared + geometry.offsets("key")["end"], lane, geometry)
 
-    def start(n: Int):
-        gpu.when(n < steps)(lambda: copy_step(slot(n), step_of(n), pointers, lane, problem))
+    def start_keys(n: Int):
+        gpu.sync_warp()  # all lanes have left the keys that are there
+        gpu.when(n < steps)(lambda: copies.keys(stage.keys, step_of(n)))
         gpu.commit_copies()
 
-    gpu.sync_warp()  # all lanes have left the stages of the head before
-    for n in range(problem.stages - 1):
-        start(gpu.integer(n))
+    def start_values(n: Int):
+        gpu.sync_warp()
+        gpu.when(n < steps)(lambda: copies.values(stage.values, step_of(n)))
+        gpu.commit_copies()
+
+    def wait():
+        gpu.wait_copies(1)  # for all copies but the last: of keys and values in turn
+        gpu.sync_warp()  # those of all lanes
+
+    start_keys(gpu.integer(0))
+    start_values(gpu.integer(0))
     q = load_queries(refs, head, lane, problem)
     tokens = ExactTokens(sequence, refs, head, problem)
     state = gpu.loop(
@@ -421,16 +429,16 @@ def attend_head(
     state = dataclasses.replace(state, out=out)
 
     def step(n: Int, state: State) -> State:
-        gpu.sync_warp()  # all lanes have left the stage that is filled next
-        start(n + (problem.stages - 1))
-        gpu.wait_copies(problem.stages - 1)
-        gpu.sync_warp()  # the copies of all lanes are there
-        stage = Stage(slot(n), lane, geometry)
+        wait()
         scores = score_codes(stage, q, lane, problem)
+        start_keys(n + 1)
         if problem.masks_codes:
             scores = mask_codes(scores, step_of(n), sequence, lane, problem)
         weights, state = update_softmax(scores, state, problem)
-        return add_coded_values(stage, weights, state, lane, problem)
+        wait()
+        state = add_coded_values(stage, weights, state, lane, problem)
+        start_values(n + 1)
+        return state
 
     store_partial(gpu.loop(steps, state, step), row, refs, lane, problem)
 
@@ -439,7 +447,7 @@ def work(refs: Refs, shared: Int, problem: Problem):
     """One warp's part of its thread block's share of the list: of each head there, every so many units."""
     lane, warp = Lane.current(), gpu.warp_index()
     tile, block = gpu.block_index() % problem.column_tiles, gpu.block_index() // problem.column_tiles
-    stages = shared + warp * (problem.stages * problem.geometry.stage_bytes)
+    shared = shared + warp * problem.geometry.step_bytes
     work_list = WorkList.load(refs, lane, problem)
     total = work_list.total()
     unit, end = (maps.first_unit(block + n, total, problem.blocks, gpu.minimum) for n in range(2))
@@ -468,7 +476,7 @@ def work(refs: Refs, shared: Int, problem: Problem):
 
             @gpu.when(skip < stop - start)
             def _():
-                attend_head(head, sequence, start + skip, stop, row, stages, refs, lane, problem)
+                attend_head(head, sequence, start + skip, stop, row, shared, refs, lane, problem)
 
             return unit + (stop - start), index, first
 

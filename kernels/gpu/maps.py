@@ -89,7 +89,7 @@ class Geometry:
         each = self.value_group // 32
         return range(group * each, (group + 1) * each)
 
-    # Bytes of each array in a step, and where each begins in the shared memory of a stage.
+    # Bytes of each array in a step, and where each begins in the shared memory of a step.
 
     def code_bytes(self, bits: int) -> int:
         return self.chunks(bits) * SPAN * self.head_dim
@@ -118,26 +118,25 @@ class Geometry:
     def norm_bytes(self) -> int:
         return self.tokens * 2 if self.has_norm else 0
 
-    @property
-    def offsets(self) -> dict[str, int]:
-        sizes = {
-            "key_codes": self.code_bytes(self.key_bits),
-            "value_codes": self.code_bytes(self.value_bits),
-            "key_scale": self.key_groups * self.key_scale_row,
-            "key_zero": self.key_groups * self.key_scale_row,
-            "value_scale": self.value_groups * self.value_scale_row,
-            "value_zero": self.value_groups * self.value_scale_row,
-            "key_norm": self.norm_bytes,
-        }
+    def offsets(self, side: str) -> dict[str, int]:
+        """Of a step's keys or values ("key" or "value"); `end` is what they take, in whole lines of 128 bytes."""
+        if side == "key":
+            scales = self.key_groups * self.key_scale_row
+            sizes = {"key_codes": self.code_bytes(self.key_bits), "key_scale": scales, "key_zero": scales}
+            sizes["key_norm"] = self.norm_bytes
+        else:
+            scales = self.value_groups * self.value_scale_row
+            sizes = {"value_codes": self.code_bytes(self.value_bits), "value_scale": scales, "value_zero": scales}
         offsets, end = {}, 0
         for name, size in sizes.items():
             offsets[name] = end
             end += size
-        return offsets | {"end": end}
+        return offsets | {"end": -(-end // 128) * 128}
 
     @property
-    def stage_bytes(self) -> int:
-        return -(-self.offsets["end"] // 128) * 128
+    def step_bytes(self) -> int:
+        """A warp's shared memory: the keys of a step, then its values."""
+        return self.offsets("key")["end"] + self.offsets("value")["end"]
 
 
 def _log2(x: int) -> int:

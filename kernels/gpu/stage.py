@@ -34,57 +34,77 @@ def lane_pointers(refs: Refs, head: Int, lane: Lane, problem: Problem) -> dict[s
     return pointers
 
 
-def copy_step(stage: Int, step: Int, pointers: dict[str, Pointer], lane: Lane, problem: Problem):
-    """Starts the copies of a step of a head into a stage."""
-    geometry = problem.geometry
-    offsets, head_dim = geometry.offsets, geometry.head_dim
-    block, part = step // geometry.steps, step % geometry.steps
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """The copies of a head's keys and values, a step at a time, into shared memory."""
 
-    def copy(name, pieces, source, source_round, target, target_round=512):
+    pointers: dict[str, Pointer]
+    lane: Lane
+    problem: Problem
+
+    def keys(self, slot: Int, step: Int):
+        """Starts those of a step's key codes, scales, zeros and norms."""
+        geometry = self.problem.geometry
+        block, part = step // geometry.steps, step % geometry.steps
+        self._codes("key", maps.key_copy, slot, step, geometry.key_bits)
+        row = block * (BLOCK // geometry.key_group) + geometry.key_group_row(part)
+        target, target_round = maps.scale_target(self.lane.index, geometry.key_scale_pieces, geometry.key_scale_row)
+        _, source_round = maps.key_scale_source(0, geometry)
+        pieces = geometry.key_groups * geometry.key_scale_pieces
+        for name in ("key_scale", "key_zero"):
+            source = self.pointers[name].advance(row, 2 * geometry.head_dim)
+            self._copy(name, slot, pieces, source, source_round, lambda n: target, target_round)
+        if geometry.has_norm:
+            source = self.pointers["key_norm"].advance(_first_token(block, part), 2)
+            self._copy("key_norm", slot, geometry.value_scale_pieces, source, 0, lambda n: self.lane.index << 4)
+
+    def values(self, slot: Int, step: Int):
+        """Starts those of a step's value codes, scales and zeros."""
+        geometry = self.problem.geometry
+        block, part = step // geometry.steps, step % geometry.steps
+        self._codes("value", maps.value_copy, slot, step, geometry.value_bits)
+        target, target_round = maps.scale_target(self.lane.index, geometry.value_scale_pieces, geometry.value_scale_row)
+        _, source_round = maps.value_scale_source(0, geometry, self.problem.capacity)
+        pieces = geometry.value_groups * geometry.value_scale_pieces
+        for name in ("value_scale", "value_zero"):
+            source = self.pointers[name].advance(_first_token(block, part), 2)
+            self._copy(name, slot, pieces, source, source_round, lambda n: target, target_round)
+
+    def _codes(self, side: str, target, slot: Int, step: Int, bits: int):
+        size = self.problem.geometry.code_bytes(bits)
+        place = functools.partial(target, self.lane.index, head_dim=self.problem.geometry.head_dim)
+        name = f"{side}_codes"
+        self._copy(name, slot, size // 16, self.pointers[name].advance(step, size), 512, place)
+
+    def _copy(self, name, slot, pieces, source, source_round, target, target_round=512):
         """The lane's 16-byte pieces: numbers lane, lane + 32, ...; round n at `target(n)` and so many bytes further."""
+        offset = self.problem.geometry.offsets(name.split("_")[0])[name]
         for n in range(-(-pieces // 32)):
             move = functools.partial(
-                gpu.copy_async, stage + target(n), source, offsets[name] + n * target_round, n * source_round
+                gpu.copy_async, slot + target(n), source, offset + n * target_round, n * source_round
             )
             if pieces - 32 * n < 32:
-                gpu.when(lane.index < pieces - 32 * n)(move)
+                gpu.when(self.lane.index < pieces - 32 * n)(move)
             else:
                 move()
 
-    for name, bits in (("key_codes", geometry.key_bits), ("value_codes", geometry.value_bits)):
-        size = geometry.code_bytes(bits)
-        target = maps.key_copy if name == "key_codes" else maps.value_copy
-        place = functools.partial(target, lane.index, head_dim=head_dim)
-        copy(name, size // 16, pointers[name].advance(step, size), 512, place)
-    row = block * (BLOCK // geometry.key_group) + geometry.key_group_row(part)
-    target, target_round = maps.scale_target(lane.index, geometry.key_scale_pieces, geometry.key_scale_row)
-    _, source_round = maps.key_scale_source(0, geometry)
-    pieces = geometry.key_groups * geometry.key_scale_pieces
-    for name in ("key_scale", "key_zero"):
-        source = pointers[name].advance(row, 2 * head_dim)
-        copy(name, pieces, source, source_round, lambda n, target=target: target, target_round)
-    token = (block << 7) + (part << 5)
-    target, target_round = maps.scale_target(lane.index, geometry.value_scale_pieces, geometry.value_scale_row)
-    _, source_round = maps.value_scale_source(0, geometry, problem.capacity)
-    pieces = geometry.value_groups * geometry.value_scale_pieces
-    for name in ("value_scale", "value_zero"):
-        source = pointers[name].advance(token, 2)
-        copy(name, pieces, source, source_round, lambda n, target=target: target, target_round)
-    if geometry.has_norm:
-        source = pointers["key_norm"].advance(token, 2)
-        copy("key_norm", geometry.value_scale_pieces, source, 0, lambda n: lane.index << 4)
+
+def _first_token(block: Int, part: Int) -> Int:
+    return (block << 7) + (part << 5)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """One step's codes, scales and zeros in shared memory, and this lane's reads of them."""
 
-    address: Int
+    keys: Int
+    values: Int
     lane: Lane
     geometry: Geometry
 
     def _at(self, name: str) -> Int:
-        return self.address + self.geometry.offsets[name]
+        side = name.split("_")[0]
+        return (self.keys if side == "key" else self.values) + self.geometry.offsets(side)[name]
 
     def key_words(self, half: int, chunk: int) -> list[list[Int]]:
         """[2 tile + upper][k]: 4 codes, those of row `g + 8 upper` of a tile at the channels of product k of a half."""

@@ -25,8 +25,7 @@ class Problem:
         queries: Lq.
         has_piece: whether the tokens of the queries come beside the cache.
         scale: of the scores.
-        warpgroups, stages, blocks: warps / 4 of a thread block, steps in shared memory for each warp, thread blocks for
-            each eight columns.
+        warpgroups, blocks: warps / 4 of a thread block, thread blocks for each eight columns.
     """
 
     batch: int
@@ -42,7 +41,6 @@ class Problem:
     dtype: jnp.dtype
     geometry: Geometry
     warpgroups: int
-    stages: int
     blocks: int
 
     @property
