@@ -54,7 +54,7 @@ SWEEP = {
     **{f"accurate, {sinks} sinks": dataclasses.replace(ACCURATE, sink_length=sinks) for sinks in (0, 8)},
     **{
         f"compact, clip {clip}": dataclasses.replace(COMPACT, key_clip=clip, value_clip=clip)
-        for clip in (0.6, 0.7, 0.8)
+        for clip in (0.6, 0.7, 0.8, 0.9)
     },
 }
 
@@ -106,7 +106,7 @@ def main():
             quality = evaluation(
                 config, progress=lambda done, total, task=task: progress.update(task, completed=done, total=total)
             )
-            rows[name] = dataclasses.asdict(quality) | {"config": dataclasses.asdict(config)}
+            rows[name] = dataclasses.asdict(quality) | {"config": dataclasses.asdict(config), "measured": _measured()}
             if not arguments.sweep:
                 # One stretch: what a layer's attention is given takes 0.1 MB a token, all layers of a small model.
                 captured = captured or capture(params, tokens[:1])
@@ -127,15 +127,17 @@ def _kept(path: Path, settings: dict) -> dict:
     return saved["caches"] if saved["settings"] == settings else {}
 
 
-def _write(path: Path, settings: dict, rows: dict):
-    path.parent.mkdir(exist_ok=True)
-    saved = {
+def _measured() -> dict:
+    return {
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind,
         "versions": {name: importlib.metadata.version(name) for name in ("kivi-jax", "jax", "flax")},
-        "settings": settings,
-        "caches": rows,
     }
+
+
+def _write(path: Path, settings: dict, rows: dict):
+    path.parent.mkdir(exist_ok=True)
+    saved = {"settings": settings, "caches": rows}
     # A list of numbers, one a layer, in one line.
     text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), json.dumps(saved, indent=2))
     path.write_text(text + "\n")

@@ -75,7 +75,7 @@ class KiviConfig:
     def compact(cls) -> "KiviConfig":
         """The closest to the unquantized model at no more than 2.5 bits an element from a head_dim of 64 on."""
         return dataclasses.replace(
-            cls.accurate(), key_group_size=128, value_group_size=64, key_clip=0.7, value_clip=0.7
+            cls.accurate(), key_group_size=128, value_group_size=64, key_clip=0.8, value_clip=0.8
         )
 
     def __post_init__(self):
