@@ -23,7 +23,7 @@ CASES = {
     "two groups a register": (KiviConfig(sink_length=4), 2, 4, 128),
     "one query head, groups of 128": (KiviConfig(key_group_size=128, value_group_size=128), 1, 1, 128),
     "4 bits": (KiviConfig(key_bits=4, value_bits=4, key_group_size=64), 1, 3, 128),
-    "4 and 2 bits, 16 query heads": (KiviConfig(key_bits=4, value_group_size=64), 1, 16, 128),
+    "4 and 2 bits, 16 query heads": (KiviConfig(key_bits=4, value_group_size=64), 3, 16, 128),  # a head at a time
     "2 and 4 bits": (KiviConfig(value_bits=4, sink_length=2), 1, 6, 128),
     "tokens on lanes": (KiviConfig(residual_length=100), 2, 4, 64),
     "one value group of 64": (KiviConfig(key_group_size=64, value_group_size=64, value_bits=4), 2, 3, 64),

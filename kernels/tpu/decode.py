@@ -82,14 +82,21 @@ def _call(q, layer, blocks, first_row, plan: Plan, interpret):
     batch, heads, _, channels = q.shape
     tokens = plan.tokens
     sequence, step, first, items = work_list(blocks, first_row, plan.blocks, -(-layer.capacity // tokens))
+    # A dimension of one step would cost each step 20 bundles.
+    grid = (items,) if heads == plan.heads else (heads // plan.heads, items)
 
     def spec(shape, index):
-        return pl.BlockSpec((1, plan.heads, *shape), lambda h, w, seq, at, *_: (seq[w], h, *index(at[w])))
+        def block(*args):
+            *h, item = args[: len(grid)]
+            item_sequence, item_step = args[len(grid) : len(grid) + 2]
+            return item_sequence[item], h[0] if h else 0, *index(item_step[item])
+
+        return pl.BlockSpec((1, plan.heads, *shape), block)
 
     on_sublanes = lambda n: spec((n, channels), lambda at: (at, 0))
     on_lanes = lambda d, n: spec((d, n), lambda at: (0, at))
     whole = lambda rows, d: spec((rows, d), lambda at: (0, 0))
-    heads_on_sublanes = pl.BlockSpec((1, plan.heads, tokens), lambda h, w, seq, at, *_: (seq[w], h, at[w]))
+    heads_on_sublanes = spec((tokens,), lambda at: (at,))
 
     def codes_input(codes, bits, by_lanes):
         n = tokens * bits // 8
@@ -132,22 +139,24 @@ def _call(q, layer, blocks, first_row, plan: Plan, interpret):
     if plan.value_codes_by_lanes:
         per_head["value_bytes"] = (tokens * plan.value_bits // 8, channels), jnp.uint8
     scratch = {name: pltpu.VMEM((plan.heads, *shape), dtype) for name, (shape, dtype) in per_head.items()}
-    scalars = ("item_sequence", "item_step", "item_first", "blocks", "first_row")
-    grid = pltpu.PrefetchScalarGridSpec(
+    scalars = {"item_sequence": sequence, "item_step": step, "item_left": blocks[sequence] - step * plan.blocks}
+    if plan.sliding:
+        scalars |= {"item_first": first, "first_row": first_row}
+    grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(scalars),
-        grid=(heads // plan.heads, items),
+        grid=grid,
         in_specs=[spec for _, spec in inputs.values()],
         out_specs=whole(plan.rows, BLOCK + channels),
         scratch_shapes=list(scratch.values()),
     )
     return pl.pallas_call(
-        functools.partial(decode_step, names=(*scalars, *inputs, "state", *scratch), plan=plan),
-        grid_spec=grid,
+        functools.partial(decode_step, names=(*scalars, *inputs, "state", *scratch), plan=plan, axis=len(grid) - 1),
+        grid_spec=grid_spec,
         out_shape=jax.ShapeDtypeStruct((batch, heads, plan.rows, BLOCK + channels), jnp.float32),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
+            dimension_semantics=("parallel", "arbitrary")[-len(grid) :],
             disable_bounds_checks=True,  # the work list holds no step past the capacity, and they cost 1 to 3%
         ),
         interpret=interpret,
         name="kivi_decode",
-    )(sequence, step, first, blocks, first_row, *(in_place(x, interpret) for x, _ in inputs.values()))
+    )(*scalars.values(), *(in_place(x, interpret) for x, _ in inputs.values()))

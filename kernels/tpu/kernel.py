@@ -28,15 +28,16 @@ _BY_LANES = (((1,), (1,)), ((), ()))
 _BY_SUBLANES = (((1,), (0,)), ((), ()))
 
 
-def decode_step(*refs, names: tuple[str, ...], plan: Plan):
-    """One grid step. The refs, by name, with those that only some plans have in brackets:
+def decode_step(*refs, names: tuple[str, ...], plan: Plan, axis: int):
+    """One step of the grid, whose items are along `axis`. The refs, by name, with those that only some plans have in
+    brackets:
 
     scalars
         item_sequence [items]: the sequence of each grid step
         item_step [items]: which of the sequence's steps it is
-        item_first [items]: 1 if it is the first that runs
-        blocks [B]: quantized blocks of each sequence
-        first_row [B]: the first row of the cache that the first query sees
+        item_left [items]: quantized blocks of the sequence from this step on
+        [item_first] [items]: 1 if it is the first that runs, where that may be another than step 0
+        [first_row] [B]: the first row of the cache that the first query sees
     inputs
         q: f32 [1, heads, 2E, D], scaled: the even rows, repeated to E, then the odd rows
         key_codes: u8 [1, heads, tokens * key_bits / 8, D], or with the last two axes swapped
@@ -57,17 +58,16 @@ def decode_step(*refs, names: tuple[str, ...], plan: Plan):
         [key_bytes, value_bytes]: u8 [heads, tokens * bits / 8, D], where the codes' axes are swapped
     """
     refs = SimpleNamespace(**dict(zip(names, refs, strict=True)))
-    item = pl.program_id(1)
-    sequence, step = refs.item_sequence[item], refs.item_step[item]
-    left = refs.blocks[sequence] - step * plan.blocks  # blocks of the sequence from this step on
-    first = refs.item_first[item] == 1
+    item = pl.program_id(axis)
+    step, left = refs.item_step[item], refs.item_left[item]
+    first = refs.item_first[item] == 1 if plan.sliding else step == 0
     upper = _lane((plan.rows, BLOCK)) >= BLOCK // 2
     # The first group of the step among those that are here.
     first_group = step * plan.step_groups % plan.scale_lanes if plan.scale_lanes else 0
     visible_from = None
     if plan.sliding:
         row = lax.broadcasted_iota(jnp.int32, (plan.rows, BLOCK), 0) % plan.distinct_rows
-        visible_from = refs.first_row[sequence] - step * plan.tokens + row % plan.queries
+        visible_from = refs.first_row[refs.item_sequence[item]] - step * plan.tokens + row % plan.queries
 
     lax.fori_loop(jnp.maximum(left, 0), plan.blocks, lambda block, _: _clear_dead(block, refs, plan), None)
 
@@ -79,23 +79,27 @@ def decode_step(*refs, names: tuple[str, ...], plan: Plan):
             found = [jnp.where(token(block) >= visible_from, s, FLOOR) for block, s in enumerate(found)]
         return found
 
-    def accumulate(h, scores):
-        _prepare_values(h, refs, plan)
+    def weigh(h):
+        found = scores(h)
         stats = refs.state[0, h, :, :BLOCK]
         top = jnp.where(first, FLOOR, jnp.broadcast_to(stats[:, :1], stats.shape))
         total = jnp.where(first, 0.0, jnp.broadcast_to(stats[:, BLOCK // 2 : BLOCK // 2 + 1], stats.shape))
-        new_top = jnp.maximum(top, functools.reduce(jnp.maximum, scores).max(axis=1, keepdims=True))
+        new_top = jnp.maximum(top, functools.reduce(jnp.maximum, found).max(axis=1, keepdims=True))
         decay = jnp.exp2(top - new_top)
-        weights = [jnp.exp2(s - new_top) for s in scores]
+        weights = [jnp.exp2(s - new_top) for s in found]
         total = total * decay + functools.reduce(jnp.add, weights).sum(axis=1, keepdims=True)
+        refs.state[0, h, :, :BLOCK] = jnp.where(upper, total, new_top)
+        return weights, decay
+
+    def accumulate(h, weights, decay):
+        _prepare_values(h, refs, plan)
         held = jnp.where(first, 0.0, refs.state[0, h, :, BLOCK:])
         refs.state[0, h, :, BLOCK:] = held * _lanes(decay, plan.channels) + _weighted(h, refs, weights, plan)
-        refs.state[0, h, :, :BLOCK] = jnp.where(upper, total, new_top)
 
     # The static scheduler keeps the program's order between dependent phases, so the order is already pipelined.
     pending = []
     for h in range(plan.heads):
-        pending.append((h, scores(h)))
+        pending.append((h, *weigh(h)))
         if len(pending) > plan.depth:
             accumulate(*pending.pop(0))
     for ahead in pending:
@@ -172,7 +176,7 @@ def _scores(h, refs, first_group, plan):
     packed = refs.key_bytes.at[h] if plan.key_codes_by_lanes else refs.key_codes.at[0, h]
     byte_rows = BLOCK * plan.key_bits // 8
     group = _lane((plan.rows, BLOCK)) // plan.key_group
-    constant = jnp.ones((BLOCK, plan.channels), codes.DTYPE)
+    constant = jnp.ones((plan.channels, BLOCK), codes.DTYPE)
     planes_of = codes.centred_planes if plan.centred else codes.planes
     even, odd = _even_and_odd(_times(1 if plan.centred else 4, refs.q[0, h]))
 
@@ -188,7 +192,7 @@ def _scores(h, refs, first_group, plan):
         runs = _chunks(chunk, plan.width)
         lefts = [left_operand(run) for run in runs]
         if not plan.centred:
-            sums = _dot(jnp.concatenate(lefts, axis=0), constant, _BY_LANES)
+            sums = _dot(jnp.concatenate(lefts, axis=0), constant, _BY_SUBLANES)
             sums = _times(codes.offset(plan.key_bits), sums)
         for run, left in zip(runs, lefts, strict=True):
             x = jnp.concatenate([_times(w, left) for w in codes.weights(plan.key_bits)], axis=1)

@@ -15,6 +15,9 @@ SUBLANES = 8
 LANES = 128
 """Columns of a register."""
 
+_STEP_BYTES = 2**19
+"""Most bytes of codes, keys and values, of one head in a grid step."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -136,8 +139,8 @@ def choose(num_rows: int, queries: int, layer: LayerCache, sliding: bool, interp
         copies=copies,
         channels=channels,
         heads=_step_heads(heads, rows, heads_on_sublanes),
-        tokens=_step_tokens(layer.capacity, rows, config.key_group_size),
-        depth=2 if copies == 1 else 4 if wide else 5,
+        tokens=_step_tokens(layer.capacity, rows, config.key_group_size, channels, config.key_bits + config.value_bits),
+        depth=2 if copies == 1 else 3,
         width=max(2 if wide else 1, 2 * SUBLANES * copies // rows * config.key_group_size // BLOCK),
         chunk=8,
         centred=copies == 1 and not wide,
@@ -173,11 +176,18 @@ def _step_heads(heads: int, rows: int, heads_on_sublanes: bool) -> int:
     return next(n for n in range(most, 0, -1) if heads % n == 0)
 
 
-def _step_tokens(capacity: int, rows: int, key_group: int) -> int:
-    longest = 512 if rows > SUBLANES else 2048 if capacity >= 4096 else 1024
-    return min(
-        max(longest, SUBLANES * key_group), capacity
-    )  # a block of scales is a multiple of 8 rows, or all of them
+def _step_tokens(capacity: int, rows: int, key_group: int, channels: int, bits: int) -> int:
+    """Tokens of a grid step, for keys and values of so many bits together."""
+    longest = 512
+    if rows == SUBLANES:
+        # Twice the codes of a step and its scratch must fit into VMEM.
+        fits = lambda tokens: tokens * channels * bits // 8 <= _STEP_BYTES
+        # Key groups on lanes come 128 at a time, which 3,072 tokens do not divide; 256 channels have too much scratch.
+        long = 3072 if channels == LANES else 2048
+        sizes = ((16384, long), (4096, 2048), (0, 1024))
+        longest = next(tokens for least, tokens in sizes if capacity >= least and fits(tokens))
+    # A block of scales is a multiple of 8 rows, or all of them.
+    return min(max(longest, SUBLANES * key_group), capacity)
 
 
 def _has_wide_matrix_unit() -> bool:
