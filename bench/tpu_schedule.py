@@ -50,8 +50,7 @@ def quantized(generation: str, config: KiviConfig, group: int) -> dict[str, floa
     cache = jax.eval_shape(make)
     q = jax.ShapeDtypeStruct((BATCH, HEADS * group, 1, CHANNELS), jnp.bfloat16)
     _, schedules = compile_for(generation, tpu.attend, q, cache.layers[0], cache.length, cache.quantized)
-    bits = config.key_bits + config.value_bits
-    tokens = plan._step_tokens(CAPACITY, plan.SUBLANES, config.key_group_size, CHANNELS, bits)
+    tokens = plan.choose(plan.SUBLANES, 1, cache.layers[0], sliding=False, interpret=False).tokens
     return _per_tokens(schedules["kivi_decode"], tokens * HEADS)
 
 

@@ -34,6 +34,9 @@ CASES = {
 LENGTHS = (1, 127, 128, 129, 255, 256, 300, 384, 513, 640)
 
 
+STEP_TOKENS = plan._step_tokens
+
+
 @pytest.fixture(autouse=True)
 def _short_steps(monkeypatch):
     """Two blocks a grid step, so that short sequences take several."""
@@ -84,6 +87,14 @@ def test_decode_step_holds_the_error_rule(case, rng):
         out = attend(q, *state)
         assert out.dtype == q.dtype and out.shape == q.shape
         assert_within_rule(out, q, *state, factor=4)
+
+
+def test_long_steps_of_a_long_cache(rng, monkeypatch):
+    """Steps of 3,072 tokens, the last of which goes past the capacity."""
+    monkeypatch.setattr(plan, "_step_tokens", STEP_TOKENS)
+    q, *state = make("g32", rng, lengths=(16384, 3300), capacity=16384)
+    assert plan.choose(plan.SUBLANES, 1, state[0], sliding=False, interpret=True).tokens == 3072
+    assert_within_rule(attend(q, *state), q, *state, factor=4)
 
 
 def test_rule_holds_with_excess_precision(rng):

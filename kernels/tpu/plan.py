@@ -15,8 +15,11 @@ SUBLANES = 8
 LANES = 128
 """Columns of a register."""
 
-_STEP_BYTES = 2**19
-"""Most bytes of codes, keys and values, of one head in a grid step."""
+_STEP_BYTES = 2**22
+"""Most bytes of codes in a grid step: twice as many must fit into VMEM, beside the scratch."""
+
+_STEP_ROWS = 8 * 3072
+"""Most tokens of a grid step, those of each of its KV heads counted, for which there is scratch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +132,8 @@ def choose(num_rows: int, queries: int, layer: LayerCache, sliding: bool, interp
     copies = 2 if num_rows <= SUBLANES // 2 else 1
     has_norm = layer.key_norm is not None
     heads_on_sublanes = has_norm or channels == config.value_group_size
+    step_heads = _step_heads(heads, rows, heads_on_sublanes)
+    token_bytes = channels * (config.key_bits + config.value_bits) // 8
     return Plan(
         key_bits=config.key_bits,
         value_bits=config.value_bits,
@@ -138,8 +143,8 @@ def choose(num_rows: int, queries: int, layer: LayerCache, sliding: bool, interp
         rows=rows,
         copies=copies,
         channels=channels,
-        heads=_step_heads(heads, rows, heads_on_sublanes),
-        tokens=_step_tokens(layer.capacity, rows, config.key_group_size, channels, config.key_bits + config.value_bits),
+        heads=step_heads,
+        tokens=_step_tokens(layer.capacity, rows, config.key_group_size, channels, step_heads, token_bytes),
         depth=2 if copies == 1 else 3,
         width=max(2 if wide else 1, 2 * SUBLANES * copies // rows * config.key_group_size // BLOCK),
         chunk=8,
@@ -176,16 +181,15 @@ def _step_heads(heads: int, rows: int, heads_on_sublanes: bool) -> int:
     return next(n for n in range(most, 0, -1) if heads % n == 0)
 
 
-def _step_tokens(capacity: int, rows: int, key_group: int, channels: int, bits: int) -> int:
-    """Tokens of a grid step, for keys and values of so many bits together."""
+def _step_tokens(capacity: int, rows: int, key_group: int, channels: int, heads: int, token_bytes: int) -> int:
+    """Tokens of a grid step of so many KV heads; `token_bytes` are those of the codes of a token of one."""
     longest = 512
     if rows == SUBLANES:
-        # Twice the codes of a step and its scratch must fit into VMEM.
-        fits = lambda tokens: tokens * channels * bits // 8 <= _STEP_BYTES
         # Key groups on lanes come 128 at a time, which 3,072 tokens do not divide; 256 channels have too much scratch.
         long = 3072 if channels == LANES else 2048
         sizes = ((16384, long), (4096, 2048), (0, 1024))
-        longest = next(tokens for least, tokens in sizes if capacity >= least and fits(tokens))
+        fits = lambda n: n * heads * token_bytes <= _STEP_BYTES and n * heads <= _STEP_ROWS
+        longest = next((n for least, n in sizes if capacity >= least and fits(n)), 512)
     # A block of scales is a multiple of 8 rows, or all of them.
     return min(max(longest, SUBLANES * key_group), capacity)
 
