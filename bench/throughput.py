@@ -62,7 +62,7 @@ def main() -> None:
     result = {
         "device": device.device_kind,
         "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
-        "date": datetime.date.today().isoformat(),
+        "date": None,
         "rows": [],
         "prompts": [],
     }
@@ -72,7 +72,8 @@ def main() -> None:
             result = saved
 
     def keep(kind: str, row: dict):
-        result[kind].append(row)
+        result["date"] = datetime.date.today().isoformat()
+        result[kind].append(row | {"date": result["date"]})
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
         print(row, flush=True)
