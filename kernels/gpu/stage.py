@@ -95,7 +95,11 @@ def _first_token(block: Int, part: Int) -> Int:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One step's codes, scales and zeros in shared memory, and this lane's reads of them."""
+    """One step's codes, scales and zeros in shared memory, and this lane's reads of them.
+
+    Attributes:
+        keys, values: the addresses of the two parts; `Geometry.offsets` says where each array lies in its part.
+    """
 
     keys: Int
     values: Int
