@@ -42,7 +42,13 @@ def main() -> None:
     for case in arguments.cases:
         batch, context = map(int, case.split("x"))
         rows.append(
-            {"batch": batch, "context": context, "step_ms": round(1e3 * step_seconds(model, batch, context), 2)}
+            {
+                "model": "Llama-3.1-8B",
+                "context": context,
+                "batch": batch,
+                "cache_bits": 16,
+                "step_ms": round(1e3 * step_seconds(model, batch, context), 2),
+            }
         )
         print(rows[-1], flush=True)
         torch.cuda.empty_cache()
@@ -53,7 +59,7 @@ def main() -> None:
         "rows": rows,
     }
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(result, indent=1))
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
 
 
 @torch.inference_mode()

@@ -234,7 +234,7 @@ def flush(
     def flush_all(layers):
         done = []
         for layer in layers:
-            if done:  # one after the other, so that what they hold meanwhile is that of one
+            if done:  # one layer after the other: XLA otherwise holds the blocks of all of them at once
                 done[-1], layer = lax.optimization_barrier((done[-1], layer))
             done.append(flush_one(layer, cache.length, cache.quantized))
         return tuple(done)

@@ -97,6 +97,15 @@ def test_long_steps_of_a_long_cache(rng, monkeypatch):
     assert_within_rule(attend(q, *state), q, *state, factor=4)
 
 
+@pytest.mark.parametrize("capacity", [2176, 3200])
+def test_groups_on_lanes_that_fill_no_whole_step(capacity, rng, monkeypatch):
+    """Scales with tokens on lanes come 128 groups at a time; a cache may have fewer."""
+    monkeypatch.setattr(plan, "_step_tokens", STEP_TOKENS)
+    monkeypatch.setitem(CASES, "tokens on lanes", (KiviConfig(residual_length=0), 2, 4, 64))
+    q, *state = make("tokens on lanes", rng, lengths=(2176, 1300), capacity=capacity)
+    assert_within_rule(attend(q, *state), q, *state, factor=4)
+
+
 def test_rule_holds_with_excess_precision(rng):
     q, *state = make("two groups a register", rng, spread=3.0)
     assert_within_rule(attend(q, *state, excess_precision=True), q, *state, factor=4)

@@ -92,10 +92,18 @@ def test_shapes_compile_and_copy_nothing(generation, shape):
     assert compiled.memory_analysis().temp_size_in_bytes < 2**23
 
 
-def test_scratch_of_many_heads_in_a_step_fits():
+@pytest.mark.parametrize(("heads", "group", "channels"), [(30, 1, 128), (12, 8, 256)])
+def test_scratch_of_many_heads_in_a_step_fits(heads, group, channels):
     """Norms have the heads along sublanes, where a step takes 8 of them or all."""
-    q, *state = case(KiviConfig(key_norm=True), 1, 1, 128, heads=30)
+    q, *state = case(KiviConfig(key_norm=True), group, 1, channels, heads=heads)
     compile_for("v5e", tpu.attend, q, *state)
+
+
+def test_more_heads_than_a_step_has_room_for_are_refused():
+    config = KiviConfig(key_bits=8, value_bits=8, key_group_size=128, key_norm=True)
+    q, *state = case(config, 1, 1, 128, heads=30)
+    with pytest.raises(NotImplementedError, match="1024 tokens of 30 KV heads"):
+        compile_for("v5e", tpu.attend, q, *state)
 
 
 MODELS = [*((name, 128) for name in TOPOLOGIES), ("v5e", 64), ("7x", 64)]

@@ -397,25 +397,21 @@ def attend_head(
     exact = count(first, gpu.minimum(end, exact_units))
     steps = count(first + exact * warps, end)
     step_of = lambda n: first - exact_units + (exact + n) * warps + sequence.first_block * geometry.steps
-    copies = Copies(lane_pointers(refs, head, lane, problem), lane, problem)
     stage = Stage(shared, shared + geometry.offsets("key")["end"], lane, geometry)
+    copies = Copies(stage, lane_pointers(refs, head, lane, problem), problem)
 
-    def start_keys(n: Int):
-        gpu.sync_warp()  # all lanes have left the keys that are there
-        gpu.when(n < steps)(lambda: copies.keys(stage.keys, step_of(n)))
-        gpu.commit_copies()
-
-    def start_values(n: Int):
-        gpu.sync_warp()
-        gpu.when(n < steps)(lambda: copies.values(stage.values, step_of(n)))
+    def start(copy, n: Int):
+        gpu.sync_warp()  # all lanes have left what is there
+        gpu.when(n < steps)(lambda: copy(step_of(n)))
         gpu.commit_copies()
 
     def wait():
-        gpu.wait_copies(1)  # for all copies but the last: of keys and values in turn
+        """For keys and values in turn: for all copies but those started last."""
+        gpu.wait_copies(1)
         gpu.sync_warp()  # those of all lanes
 
-    start_keys(gpu.integer(0))
-    start_values(gpu.integer(0))
+    start(copies.keys, gpu.integer(0))
+    start(copies.values, gpu.integer(0))
     q = load_queries(refs, head, lane, problem)
     tokens = ExactTokens(sequence, refs, head, problem)
     state = gpu.loop(
@@ -431,13 +427,13 @@ def attend_head(
     def step(n: Int, state: State) -> State:
         wait()
         scores = score_codes(stage, q, lane, problem)
-        start_keys(n + 1)
+        start(copies.keys, n + 1)
         if problem.masks_codes:
             scores = mask_codes(scores, step_of(n), sequence, lane, problem)
         weights, state = update_softmax(scores, state, problem)
         wait()
         state = add_coded_values(stage, weights, state, lane, problem)
-        start_values(n + 1)
+        start(copies.values, n + 1)
         return state
 
     store_partial(gpu.loop(steps, state, step), row, refs, lane, problem)

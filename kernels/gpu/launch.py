@@ -34,9 +34,9 @@ def choose_division(geometry: Geometry, heads: int, column_tiles: int, multiproc
     """Eight warps, or four if shared memory has no room for more, and about one thread block a multiprocessor.
 
     Eight warps with a step of 12 KB each (D 128, 2 bits), half of it on its way, have as much on its way as the
-    memory's latency asks for, and more is slower: on an H200 room for two steps costs 3 %, twelve warps 8 %. Where a
-    whole number of thread blocks for each of the `heads` fills nine tenths of the device, that number it is: in a batch
-    of equal lengths no thread block then starts on a second head.
+    memory's latency asks for, and more is slower: room for two steps costs 3 to 7 % on an H200. Where a whole number
+    of thread blocks for each of the `heads` fills nine tenths of the device, that number it is: in a batch of equal
+    lengths no thread block then starts on a second head.
     """
     fits = lambda warpgroups: WARPS_PER_GROUP * warpgroups * geometry.step_bytes <= SHARED_BYTES
     warpgroups = next((n for n in (2, 1) if fits(n)), None)
@@ -134,10 +134,10 @@ def partial_shapes(problem: Problem) -> dict[str, jax.ShapeDtypeStruct]:
 def partials(inputs: dict[str, jax.Array], problem: Problem) -> dict[str, jax.Array]:
     """The first launch: `decode.work` in every warp. Inputs and results by their names in `Refs`."""
     results = partial_shapes(problem)
-    steps = plgpu.SMEM((problem.warps, problem.geometry.step_bytes), jnp.uint8)
+    shared = plgpu.SMEM((problem.warps, problem.geometry.step_bytes), jnp.uint8)
     emit = lambda refs, _, shared: work(refs, shared, problem)
     return _launch(
-        emit, inputs, results, steps, problem.blocks * problem.column_tiles, problem.warpgroups, "kivi_decode"
+        emit, inputs, results, shared, problem.blocks * problem.column_tiles, problem.warpgroups, "kivi_decode"
     )
 
 

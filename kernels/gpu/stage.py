@@ -36,52 +36,60 @@ def lane_pointers(refs: Refs, head: Int, lane: Lane, problem: Problem) -> dict[s
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """The copies of a head's keys and values, a step at a time, into shared memory."""
+    """The copies of a head's keys and values, a step at a time, into a stage.
 
+    Attributes:
+        pointers: of `lane_pointers`.
+    """
+
+    stage: "Stage"
     pointers: dict[str, Pointer]
-    lane: Lane
     problem: Problem
 
-    def keys(self, slot: Int, step: Int):
+    @property
+    def lane(self) -> Lane:
+        return self.stage.lane
+
+    def keys(self, step: Int):
         """Starts those of a step's key codes, scales, zeros and norms."""
         geometry = self.problem.geometry
         block, part = step // geometry.steps, step % geometry.steps
-        self._codes("key", maps.key_copy, slot, step, geometry.key_bits)
+        self._codes("key", maps.key_copy, step, geometry.key_bits)
         row = block * (BLOCK // geometry.key_group) + geometry.key_group_row(part)
         target, target_round = maps.scale_target(self.lane.index, geometry.key_scale_pieces, geometry.key_scale_row)
         _, source_round = maps.key_scale_source(0, geometry)
         pieces = geometry.key_groups * geometry.key_scale_pieces
         for name in ("key_scale", "key_zero"):
             source = self.pointers[name].advance(row, 2 * geometry.head_dim)
-            self._copy(name, slot, pieces, source, source_round, lambda n: target, target_round)
+            self._copy(name, pieces, source, source_round, lambda n: target, target_round)
         if geometry.has_norm:
             source = self.pointers["key_norm"].advance(_first_token(block, part), 2)
-            self._copy("key_norm", slot, geometry.value_scale_pieces, source, 0, lambda n: self.lane.index << 4)
+            self._copy("key_norm", geometry.value_scale_pieces, source, 0, lambda n: self.lane.index << 4)
 
-    def values(self, slot: Int, step: Int):
+    def values(self, step: Int):
         """Starts those of a step's value codes, scales and zeros."""
         geometry = self.problem.geometry
         block, part = step // geometry.steps, step % geometry.steps
-        self._codes("value", maps.value_copy, slot, step, geometry.value_bits)
+        self._codes("value", maps.value_copy, step, geometry.value_bits)
         target, target_round = maps.scale_target(self.lane.index, geometry.value_scale_pieces, geometry.value_scale_row)
         _, source_round = maps.value_scale_source(0, geometry, self.problem.capacity)
         pieces = geometry.value_groups * geometry.value_scale_pieces
         for name in ("value_scale", "value_zero"):
             source = self.pointers[name].advance(_first_token(block, part), 2)
-            self._copy(name, slot, pieces, source, source_round, lambda n: target, target_round)
+            self._copy(name, pieces, source, source_round, lambda n: target, target_round)
 
-    def _codes(self, side: str, target, slot: Int, step: Int, bits: int):
+    def _codes(self, side: str, target, step: Int, bits: int):
         size = self.problem.geometry.code_bytes(bits)
         place = functools.partial(target, self.lane.index, head_dim=self.problem.geometry.head_dim)
         name = f"{side}_codes"
-        self._copy(name, slot, size // 16, self.pointers[name].advance(step, size), 512, place)
+        self._copy(name, size // 16, self.pointers[name].advance(step, size), 512, place)
 
-    def _copy(self, name, slot, pieces, source, source_round, target, target_round=512):
+    def _copy(self, name, pieces, source, source_round, target, target_round=512):
         """The lane's 16-byte pieces: numbers lane, lane + 32, ...; round n at `target(n)` and so many bytes further."""
-        offset = self.problem.geometry.offsets(name.split("_")[0])[name]
+        base, offset = self.stage.place(name)
         for n in range(-(-pieces // 32)):
             move = functools.partial(
-                gpu.copy_async, slot + target(n), source, offset + n * target_round, n * source_round
+                gpu.copy_async, base + target(n), source, offset + n * target_round, n * source_round
             )
             if pieces - 32 * n < 32:
                 gpu.when(self.lane.index < pieces - 32 * n)(move)
@@ -106,9 +114,14 @@ class Stage:
     lane: Lane
     geometry: Geometry
 
+    def place(self, name: str) -> tuple[Int, int]:
+        """(the part's address, bytes to add) of an array."""
+        side, _ = name.split("_")
+        return self.keys if side == "key" else self.values, self.geometry.offsets(side)[name]
+
     def _at(self, name: str) -> Int:
-        side = name.split("_")[0]
-        return (self.keys if side == "key" else self.values) + self.geometry.offsets(side)[name]
+        part, offset = self.place(name)
+        return part + offset
 
     def key_words(self, half: int, chunk: int) -> list[list[Int]]:
         """[2 tile + upper][k]: 4 codes, those of row `g + 8 upper` of a tile at the channels of product k of a half."""

@@ -18,8 +18,9 @@ LANES = 128
 _STEP_BYTES = 2**22
 """Most bytes of codes in a grid step: twice as many must fit into VMEM, beside the scratch."""
 
-_STEP_ROWS = 8 * 3072
-"""Most tokens of a grid step, those of each of its KV heads counted, for which there is scratch."""
+_LONG = {64: 2048, 128: 3072, 256: 2048}
+"""By head_dim, the tokens of a grid step for long caches. Twice 8 heads' codes and scratch for them fit into VMEM at 2
+bits. Key groups on lanes, as head_dim 64 has them, come 128 at a time, which 3,072 tokens do not divide."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +128,6 @@ def choose(num_rows: int, queries: int, layer: LayerCache, sliding: bool, interp
     config = layer.config
     heads, channels = layer.key_window.shape[1], layer.key_window.shape[3]
     rows = SUBLANES if num_rows <= SUBLANES else -(-num_rows // (2 * SUBLANES)) * 2 * SUBLANES
-    groups = layer.key_scale.shape[2]
     wide = _has_wide_matrix_unit()
     copies = 2 if num_rows <= SUBLANES // 2 else 1
     has_norm = layer.key_norm is not None
@@ -151,7 +151,7 @@ def choose(num_rows: int, queries: int, layer: LayerCache, sliding: bool, interp
         centred=copies == 1 and not wide,
         key_codes_by_lanes=tokens_on_lanes(layer.key_codes),
         value_codes_by_lanes=tokens_on_lanes(layer.value_codes),
-        scale_lanes=min(groups, LANES) if tokens_on_lanes(layer.key_scale) else 0,
+        scale_lanes=LANES if tokens_on_lanes(layer.key_scale) else 0,
         key_norm=has_norm,
         sliding=sliding,
         interpret=interpret,
@@ -185,13 +185,15 @@ def _step_tokens(capacity: int, rows: int, key_group: int, channels: int, heads:
     """Tokens of a grid step of so many KV heads; `token_bytes` are those of the codes of a token of one."""
     longest = 512
     if rows == SUBLANES:
-        # Key groups on lanes come 128 at a time, which 3,072 tokens do not divide; 256 channels have too much scratch.
-        long = 3072 if channels == LANES else 2048
+        long = _LONG[channels]
         sizes = ((16384, long), (4096, 2048), (0, 1024))
-        fits = lambda n: n * heads * token_bytes <= _STEP_BYTES and n * heads <= _STEP_ROWS
-        longest = next((n for least, n in sizes if capacity >= least and fits(n)), 512)
+        fits = lambda n: n * heads * token_bytes <= _STEP_BYTES and n * heads <= 8 * long
+        longest = next((n for least, n in sizes if capacity >= least and fits(n)), longest)
     # A block of scales is a multiple of 8 rows, or all of them.
-    return min(max(longest, SUBLANES * key_group), capacity)
+    tokens = min(max(longest, SUBLANES * key_group), capacity)
+    if tokens * heads * token_bytes > _STEP_BYTES:
+        raise NotImplementedError(f"The TPU kernel has no room for {tokens} tokens of {heads} KV heads in a step.")
+    return tokens
 
 
 def _has_wide_matrix_unit() -> bool:
