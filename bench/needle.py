@@ -194,7 +194,7 @@ def train(progress: Progress, seed: int = 0) -> Llama:
     return nnx.merge(graphdef, weights)
 
 
-def recall(arguments) -> dict:
+def recall(arguments):
     checkpoint, started = arguments.checkpoint, time.perf_counter()
     with Progress() as progress:
         if not checkpoint.exists():
@@ -213,19 +213,20 @@ def recall(arguments) -> dict:
             shares[name] = float(np.concatenate(right).mean())
             progress.console.print(f"{name}: {100 * shares[name]:.2f} % right")
     asked = {"contexts": arguments.contexts, "tokens": CONTEXT, "questions": arguments.contexts * ASKED}
-    return {"asked": asked, "seconds_of_training": round(trained, 1), "right": shares}
+    _write({"asked": asked, "seconds_of_training": round(trained, 1), "right": shares}, arguments)
 
 
 # --------------------------------------------------------------------------------------------------------- passkey
 
-NEEDLE = " The pass key is {}. Remember it: {} is the pass key. "
-QUESTION = "\n\nWhat is the pass key? The pass key is"
-
+# A line of its own, and its beginning as the question: the small model finds little that is asked for in other words.
+NEEDLE = "\n\nThe pass key is {}. Remember it. {} is the pass key.\n\n"
+QUESTION = "\n\nThe pass key is"
 
 PIECE = 128  # tokens of a prompt that enter at once; they attend to all before them through the quantized cache
 
 
-def passkey(arguments) -> dict:
+def passkey(arguments):
+    """Writes its results after each length."""
     params, tokenizer = kivi_jax.load(dtype="float32")
     text = python_topics()
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
@@ -258,15 +259,17 @@ def passkey(arguments) -> dict:
                 right = [number in answer for number, answer in zip(numbers.ravel(), out.text, strict=True)]
                 found[name][:, column] = np.reshape(right, numbers.shape).mean(1)
                 progress.update(task, advance=1, description=f"{length} tokens, {name}")
-    _heat_map(found, arguments)
-    return {
-        "model": "SmolLM2-135M-Instruct",
-        "lengths": arguments.lengths,
-        "depths": arguments.depths,
-        "keys": arguments.keys,
-        "text": text.about(),
-        "found": {name: grid.tolist() for name, grid in found.items()},
-    }
+            done = {name: grid[:, : column + 1] for name, grid in found.items()}
+            results = {
+                "model": "SmolLM2-135M-Instruct",
+                "lengths": arguments.lengths[: column + 1],
+                "depths": arguments.depths,
+                "keys": arguments.keys,
+                "text": text.about(),
+                "found": {name: grid.tolist() for name, grid in done.items()},
+            }
+            _write(results, arguments)
+            _heat_map(done, arguments)
 
 
 def _heat_map(found: dict, arguments):
@@ -276,13 +279,25 @@ def _heat_map(found: dict, arguments):
     panels = figure.subplots(1, len(found), sharey=True)
     for panel, (name, grid) in zip(panels, found.items(), strict=True):
         image = panel.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-        panel.set(title=name, xlabel="tokens", xticks=range(len(arguments.lengths)), yticks=range(len(grid)))
-        panel.set_xticklabels(arguments.lengths)
+        panel.set(title=name, xlabel="tokens", xticks=range(grid.shape[1]), yticks=range(len(grid)))
+        panel.set_xticklabels(arguments.lengths[: grid.shape[1]])
         panel.set_yticklabels(arguments.depths)
     panels[0].set_ylabel("depth of the pass key")
     figure.colorbar(image, ax=panels, label="found")
-    arguments.out.mkdir(parents=True, exist_ok=True)
     figure.savefig(arguments.out / "needle_passkey.png", dpi=120)
+
+
+# ------------------------------------------------------------------------------------------------------------ both
+
+
+def _write(results: dict, arguments):
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "device": jax.devices()[0].device_kind,
+        "versions": {name: importlib.metadata.version(name) for name in ("kivi-jax", "jax", "flax", "optax")},
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / f"needle_{arguments.what}.json").write_text(json.dumps(about | results, indent=2) + "\n")
 
 
 def main():
@@ -297,14 +312,7 @@ def main():
     parser.add_argument("--depths", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0], help="of `passkey`")
     parser.add_argument("--keys", type=int, default=1, help="of `passkey`: tries at each depth and length")
     arguments = parser.parse_args()
-    results = {"recall": recall, "passkey": passkey}[arguments.what](arguments)
-    about = {
-        "date": datetime.date.today().isoformat(),
-        "device": jax.devices()[0].device_kind,
-        "versions": {name: importlib.metadata.version(name) for name in ("kivi-jax", "jax", "flax", "optax")},
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / f"needle_{arguments.what}.json").write_text(json.dumps(about | results, indent=2) + "\n")
+    {"recall": recall, "passkey": passkey}[arguments.what](arguments)
 
 
 if __name__ == "__main__":
