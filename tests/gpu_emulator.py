@@ -376,7 +376,7 @@ def store_global_half(pointer, value, offset=0):
 def copy_async(destination, source, destination_offset=0, source_offset=0):
     target = destination.value.astype(np.int64) + destination_offset
     data = _thread.memory.load(source.value + source_offset, 16)
-    _thread.shared.index(target, 16)
+    _thread.shared.store(target, np.full_like(data, 0xFF))  # on its way, it is neither what was there nor what comes
     _thread.copies[-1].append((_thread.mask, target, data))
 
 
