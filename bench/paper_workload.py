@@ -6,15 +6,14 @@ Llama-2-7B shapes, the batch raised until memory ends: throughput with the cache
 of 32 and of 128 tokens. Prefill is in the time, compiling is not; weights and prompts are random.
 """
 
-import datetime
 import gc
-import json
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 from flax import nnx
+from record import Record
 from shapes import cache_bytes, random_model
 
 import kivi_jax
@@ -36,17 +35,10 @@ def main() -> None:
     device = jax.devices()[0]
     rng = np.random.default_rng(0)
     weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
-    result = {
-        "device": device.device_kind,
-        "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
-        "date": datetime.date.today().isoformat(),
-        "rows": [],
-    }
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    versions = {"jax": jax.__version__, "jaxlib": jax.lib.__version__}
+    record = Record(RESULTS, device.device_kind, versions, rows=("cache",))
     for name, config in CACHES.items():
-        result["rows"].append({"cache": name} | measure(model, config, rng, device, weights))
-        print(result["rows"][-1], flush=True)
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+        record.keep({"cache": name} | measure(model, config, rng, device, weights))
         gc.collect()
 
 

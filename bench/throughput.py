@@ -1,21 +1,19 @@
 """Decoding of whole models: time a step, tokens a second and memory, with the cache in bf16, 4 and 2 bits.
 
-    python bench/throughput.py [--model NAME ...] [--context N ...] [--prompt N]
+    python bench/throughput.py [--model NAME ...] [--context N ...] [--prompt N] [--again]
 
 Each figure is a decoding loop of 128 steps (so that each sequence flushes one block), compiled as `generate` compiles
 it, timed after a first run of 1 step, with the device finished. Weights and the contents of the cache are random. The
 largest batch is what fits beside the weights in 95% of the device's memory, in steps of 1 up to 32 and of 8 above.
 Before that a prompt of `--prompt` tokens is taken into a cache of 2 bits (0: none), for its time and memory. Rows that
-the file has already, of the same device and versions, are kept and not measured again.
+the file has already, of the same device and versions, are kept and measured again only with `--again`.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
-import datetime
 import functools
 import gc
-import json
 import time
 from pathlib import Path
 
@@ -23,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from record import Record
 from rich.console import Console
 from rich.table import Table
 from shapes import CACHES, MODELS, cache_bytes, filled_cache, random_model
@@ -56,40 +55,24 @@ def main() -> None:
     parser.add_argument("--model", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--context", nargs="*", type=int, default=list(CONTEXTS))
     parser.add_argument("--prompt", type=int, default=131072, help="tokens, of the first model")
+    parser.add_argument("--again", action="store_true", help="measure what the file has already")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     device = jax.devices()[0]
-    result = {
-        "device": device.device_kind,
-        "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
-        "date": None,
-        "rows": [],
-        "prompts": [],
-    }
-    if arguments.out.exists():
-        saved = json.loads(arguments.out.read_text())
-        if all(saved[name] == result[name] for name in ("device", "versions")):
-            result = saved
-
-    def keep(kind: str, row: dict):
-        result["date"] = datetime.date.today().isoformat()
-        result[kind].append(row | {"date": result["date"]})
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-        print(row, flush=True)
-
+    versions = {"jax": jax.__version__, "jaxlib": jax.lib.__version__}
+    identity = dict(rows=("model", "context", "batch", "cache_bits"), prompts=("model", "tokens"))
+    record = Record(arguments.out, device.device_kind, versions, **identity)
+    known = {name: set() if arguments.again else record.known(name) for name in identity}
     for name in arguments.model:
         model = random_model(name)
-        known = [(row["model"], row["tokens"]) for row in result["prompts"]]
-        if name == arguments.model[0] and arguments.prompt and (name, arguments.prompt) not in known:
+        if name == arguments.model[0] and arguments.prompt and (name, arguments.prompt) not in known["prompts"]:
             # First of all, as the device tells the peak of all that went before.
-            keep("prompts", {"model": name} | take_in(model, "2", arguments.prompt, device))
-        known = {tuple(row[part] for part in ("model", "context", "batch", "cache_bits")) for row in result["rows"]}
-        for row in measure(name, model, arguments.context, device, known):
-            keep("rows", row)
+            record.keep({"model": name} | take_in(model, "2", arguments.prompt, device), "prompts")
+        for row in measure(name, model, arguments.context, device, known["rows"]):
+            record.keep(row)
         del model
         gc.collect()
-    show(result)
+    show(record.content)
 
 
 def measure(name: str, model, contexts: list[int], device, known: set[tuple]):
