@@ -86,7 +86,7 @@ def measure(name: str, model, contexts: list[int], device, known: set[tuple]):
             cases += [Case(name, context, batch, cache) for batch in sorted(batches - {0}) if fits(batch)]
     cases = [case for case in cases if (name, case.context, case.batch, case.bits) not in known]
     # A compilation takes seconds, most of them on one core, and the device is needed for none of the waiting.
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
         compiled = list(pool.map(functools.partial(compile_loop, model), cases))
     for case, run in zip(cases, compiled, strict=True):
         yield {
