@@ -6,8 +6,9 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
-from kivi_jax import decoding
+from kivi_jax import decoding, sharding
 from kivi_jax.cache import KVCache
 from kivi_jax.config import KiviConfig, quantized_length
 from kivi_jax.models import Llama, LlamaConfig
@@ -34,6 +35,17 @@ MODELS = {
         head_dim=128,
         max_position_embeddings=4096,
     ),
+    "Llama-3.1-70B": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        rope_theta=500000.0,
+        max_position_embeddings=131072,
+    ),
 }
 
 CACHES = {
@@ -44,24 +56,37 @@ CACHES = {
 }
 
 
-def random_model(name: str) -> Llama:
-    """The model in bfloat16, made on the device."""
+def random_model(name: str, mesh: Mesh | None = None) -> Llama:
+    """The model in bfloat16, made on the device, or each part of it on its device of the mesh."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(MODELS[name], dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
-    return nnx.merge(graphdef, jax.tree.map(lambda x: _noise(x.shape, x.dtype), state))
+    where = lambda path, x: None if mesh is None else sharding.parameter_sharding(path, x.shape, mesh)
+    flat = [(path, x.replace(_noise(x.shape, x.dtype, where(path, x)))) for path, x in nnx.to_flat_state(state)]
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
-def filled_cache(model: Llama, config: KiviConfig, batch: int, max_length: int, length: int) -> KVCache:
+def filled_cache(
+    model: Llama, config: KiviConfig, batch: int, max_length: int, length: int, mesh: Mesh | None = None
+) -> KVCache:
     """A cache of `length` tokens in each sequence, of random codes and numbers."""
     cache = jax.eval_shape(lambda: decoding.init_cache(model, config, batch, max_length))
-    layers = jax.tree.map(lambda x: _noise(x.shape, x.dtype), cache.layers)
-    full = jnp.full(batch, length, jnp.int32)
-    return dataclasses.replace(cache, layers=layers, length=full, quantized=quantized_length(full, config))
+    where = lambda x: None if mesh is None else NamedSharding(mesh, sharding.by_rank(x, mesh))
+    layers = jax.tree.map(lambda x: _noise(x.shape, x.dtype, where(x)), cache.layers)
+    with sharding.on(mesh):
+        full = jnp.full(batch, length, jnp.int32)
+        return dataclasses.replace(cache, layers=layers, length=full, quantized=quantized_length(full, config))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _noise(shape: tuple[int, ...], dtype) -> jax.Array:
-    bits = jax.random.bits(jax.random.key(0), shape, jnp.uint8)
-    return bits if dtype == jnp.uint8 else ((bits.astype(jnp.float32) - 127.5) / 4096).astype(dtype)
+def _noise(shape: tuple[int, ...], dtype, where: NamedSharding | None) -> jax.Array:
+    return _maker(shape, dtype, where)()
+
+
+@functools.cache
+def _maker(shape: tuple[int, ...], dtype, where: NamedSharding | None):
+    def make():
+        bits = jax.random.bits(jax.random.key(0), shape, jnp.uint8)
+        return bits if dtype == jnp.uint8 else ((bits.astype(jnp.float32) - 127.5) / 4096).astype(dtype)
+
+    return jax.jit(make, out_shardings=where)
 
 
 def cache_bytes(model: Llama, config: KiviConfig, batch: int, max_length: int) -> int:

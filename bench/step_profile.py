@@ -49,8 +49,8 @@ def to_case(text: str) -> Case:
 
 
 def profiled(model, case: Case) -> list[str]:
-    run, weights = compile_loop(model, case), nnx.state(model)
-    state = run(weights, start_state(model, case), *rest(case, 1))
+    run, weights = compile_loop(model, None, case), nnx.state(model)
+    state = run(weights, start_state(model, None, case), *rest(case, 1))
     more = rest(case, 1 + STEPS)
     jax.block_until_ready((state, more))
     with tempfile.TemporaryDirectory() as directory:

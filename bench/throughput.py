@@ -1,12 +1,13 @@
 """Decoding of whole models: time a step, tokens a second and memory, with the cache in bf16, 4 and 2 bits.
 
-    python bench/throughput.py [--model NAME ...] [--context N ...] [--prompt N] [--again]
+    python bench/throughput.py [--model NAME ...] [--context N ...] [--prompt N] [--devices N] [--again]
 
 Each figure is a decoding loop of 128 steps (so that each sequence flushes one block), compiled as `generate` compiles
 it, timed after a first run of 1 step, with the device finished. Weights and the contents of the cache are random. The
 largest batch is what fits beside the weights in 95% of the device's memory, in steps of 1 up to 32 and of 8 above.
 Before that a prompt of `--prompt` tokens is taken into a cache of 2 bits (0: none), for its time and memory. Rows that
-the file has already, of the same device and versions, are kept and measured again only with `--again`.
+the file has already, of the same device and versions, are kept and measured again only with `--again`. With `--devices`
+heads and weights are divided over several; memory is then that of one of them, and the file is of that many.
 """
 
 import argparse
@@ -21,16 +22,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 from record import Record
 from rich.console import Console
 from rich.table import Table
 from shapes import CACHES, MODELS, cache_bytes, filled_cache, random_model
 
 import kivi_jax
-from kivi_jax.run import State, loop
+from kivi_jax import sharding
+from kivi_jax.run import State, laid_out, loop
 from kivi_jax.sampling import sampler
 
-RESULTS = Path(__file__).parent / "results" / "throughput.json"
+RESULTS = Path(__file__).parent / "results"
 STEPS = 128
 CONTEXTS = (32768, 131072, 2048, 8192)
 SHARE = 0.95
@@ -52,32 +55,39 @@ class Case:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--model", nargs="*", choices=list(MODELS), default=["Llama-3.1-8B", "Llama-2-7B"])
     parser.add_argument("--context", nargs="*", type=int, default=list(CONTEXTS))
     parser.add_argument("--prompt", type=int, default=131072, help="tokens, of the first model")
     parser.add_argument("--again", action="store_true", help="measure what the file has already")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--devices", type=int, default=1, help="to divide the model over")
+    parser.add_argument("--out", type=Path, help="default: throughput.json, or throughput_2_devices.json and so on")
     arguments = parser.parse_args()
-    device = jax.devices()[0]
+    device, mesh, name = jax.devices()[0], None, "throughput.json"
+    if arguments.devices > 1:
+        devices = jax.devices()[: arguments.devices]
+        mesh = sharding.checked_mesh(jax.make_mesh((arguments.devices,), (sharding.MODEL,), devices=devices))
+        name = f"throughput_{arguments.devices}_devices.json"
     versions = {"jax": jax.__version__, "jaxlib": jax.lib.__version__}
     identity = dict(rows=("model", "context", "batch", "cache_bits"), prompts=("model", "tokens"))
-    record = Record(arguments.out, device.device_kind, versions, **identity)
+    record = Record(arguments.out or RESULTS / name, device.device_kind, versions, **identity)
     known = {name: set() if arguments.again else record.known(name) for name in identity}
     for name in arguments.model:
-        model = random_model(name)
+        model = random_model(name, mesh)
         if name == arguments.model[0] and arguments.prompt and (name, arguments.prompt) not in known["prompts"]:
             # First of all, as the device tells the peak of all that went before.
             record.keep({"model": name} | take_in(model, "2", arguments.prompt, device), "prompts")
-        for row in measure(name, model, arguments.context, device, known["rows"]):
+        for row in measure(name, model, mesh, arguments.context, device, known["rows"]):
             record.keep(row)
         del model
         gc.collect()
     show(record.content)
 
 
-def measure(name: str, model, contexts: list[int], device, known: set[tuple]):
+def measure(name: str, model, mesh, contexts: list[int], device, known: set[tuple]):
     """Rows for batch 1, for batch 16 at 32k, and for each cache's largest batch, but for those that are known."""
-    room = device.memory_stats()["bytes_limit"] * SHARE - sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
+    devices = 1 if mesh is None else mesh.size
+    weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
+    room = devices * device.memory_stats()["bytes_limit"] * SHARE - weights
     cases = []
     for context in contexts:
         for cache in CACHES:
@@ -87,14 +97,14 @@ def measure(name: str, model, contexts: list[int], device, known: set[tuple]):
     cases = [case for case in cases if (name, case.context, case.batch, case.bits) not in known]
     # A compilation takes seconds, most of them on one core, and the device is needed for none of the waiting.
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        compiled = list(pool.map(functools.partial(compile_loop, model), cases))
+        compiled = list(pool.map(functools.partial(compile_loop, model, mesh), cases))
     for case, run in zip(cases, compiled, strict=True):
         yield {
             "model": case.model,
             "context": case.context,
             "batch": case.batch,
             "cache_bits": case.bits,
-        } | step_figures(model, case, run, device)
+        } | step_figures(model, mesh, case, run, device)
 
 
 def held(model, config, batch: int, context: int) -> float:
@@ -107,17 +117,20 @@ def largest_batch(model, config, context: int, room: float) -> int:
     return batch if batch < 32 else batch // 8 * 8
 
 
-def start_state(model, case: Case) -> State:
+def start_state(model, mesh, case: Case) -> State:
     """The loop's state before its first step, on a cache with 128 free places."""
-    batch = case.batch
-    return State(
-        step=jnp.zeros((), jnp.int32),
-        tokens=jnp.zeros((batch, 2 * STEPS), jnp.int32),
-        counts=jnp.zeros(batch, jnp.int32),
-        done=jnp.zeros(batch, bool),
-        logits=jnp.zeros((batch, model.config.vocab_size), jnp.float32),
-        cache=filled_cache(model, CACHES[case.cache], batch, case.context + STEPS, case.context - STEPS),
-    )
+    batch, room, held = case.batch, case.context + STEPS, case.context - STEPS
+    cache = filled_cache(model, CACHES[case.cache], batch, room, held, mesh)
+    with sharding.on(mesh):
+        state = State(
+            step=jnp.zeros((), jnp.int32),
+            tokens=jnp.zeros((batch, 2 * STEPS), jnp.int32),
+            counts=jnp.zeros(batch, jnp.int32),
+            done=jnp.zeros(batch, bool),
+            logits=jnp.zeros((batch, model.config.vocab_size), jnp.float32),
+            cache=cache,
+        )
+        return laid_out(state)
 
 
 def rest(case: Case, steps: int) -> tuple:
@@ -126,18 +139,25 @@ def rest(case: Case, steps: int) -> tuple:
     return sampler(0.0), keys, np.zeros(0, np.int32), jnp.full(case.batch, steps, jnp.int32)
 
 
-def compile_loop(model, case: Case):
-    state = jax.eval_shape(lambda: start_state(model, case))
-    return loop.lower(*nnx.split(model), state, *rest(case, 1)).compile()
+def compile_loop(model, mesh, case: Case):
+    state = jax.eval_shape(lambda: start_state(model, None, case))
+    if mesh is not None:
+        at = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        logits = at(state.logits, sharding.logits_spec(model.config.vocab_size, mesh))
+        state = jax.tree.map(lambda x: at(x, sharding.by_rank(x, mesh)), state)
+        state = dataclasses.replace(state, logits=logits)
+    with sharding.on(mesh):
+        return loop.lower(*nnx.split(model), state, *rest(case, 1)).compile()
 
 
-def step_figures(model, case: Case, run, device) -> dict:
+def step_figures(model, mesh, case: Case, run, device) -> dict:
     """What the table says of one measurement."""
     weights = nnx.state(model)
-    state = start_state(model, case)
+    state = start_state(model, mesh, case)
     size = state.cache.nbytes
-    state = jax.block_until_ready(run(weights, state, *rest(case, 1)))
-    more = jax.block_until_ready(rest(case, 1 + STEPS))
+    with sharding.on(mesh):
+        more = rest(case, 1 + STEPS)
+        state = jax.block_until_ready((run(weights, state, *rest(case, 1)), more))[0]
     start = time.perf_counter()
     state = jax.block_until_ready(run(weights, state, *more))
     seconds = (time.perf_counter() - start) / STEPS

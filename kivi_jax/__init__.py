@@ -10,6 +10,7 @@ from kivi_jax.finite import check_finite
 from kivi_jax.generate import Generation, generate, stream
 from kivi_jax.rewind import with_rewind
 from kivi_jax.scoring import logits
+from kivi_jax.sharding import shard
 from kivi_jax.speculative import Verification, speculate, verify
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "resize",
     "save",
     "save_cache",
+    "shard",
     "speculate",
     "stream",
     "verify",

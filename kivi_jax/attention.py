@@ -154,7 +154,8 @@ def _candidates(implementation: str | None) -> tuple[str, ...]:
 
 
 def _platform() -> str:
-    device = jax.config.jax_default_device
+    # A mesh in the context says what its devices are.
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or jax.config.jax_default_device
     if device is None:
         return jax.default_backend()
     platform = device if isinstance(device, str) else device.platform

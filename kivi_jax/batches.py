@@ -6,6 +6,7 @@ import numpy as np
 from kivi_jax import decoding
 from kivi_jax.config import BLOCK, KiviConfig
 from kivi_jax.run import PREFILL_TOKENS, Run
+from kivi_jax.sharding import DATA
 
 USED = 0.9  # of the free memory: what is left is for the compiler's temporaries and for fragments
 
@@ -27,6 +28,9 @@ def split(run: Run, batch_size: int | None) -> list[tuple[Run, np.ndarray]]:
     if prompts <= most:
         return [(run, np.arange(sequences))]
     size = -(-prompts // -(-prompts // most))  # as even as can be, for batches of one size compile once
+    if run.mesh is not None:  # whole sequences for each device
+        shards = run.mesh.shape.get(DATA, 1)
+        size = -(-size // shards) * shards
     order = np.argsort([-len(row) for row in run.rows[:: run.copies]], kind="stable")
     batches = []
     for start in range(0, prompts, size):
@@ -47,7 +51,8 @@ def fitting(run: Run) -> int:
     capacity = -(-run.capacity // BLOCK) * BLOCK
     cache = jax.eval_shape(lambda: decoding.init_cache(run.params, run.cache, 1, capacity)).nbytes
     logits = 3 * 4 * run.params.config.vocab_size  # of the step before, of this one, and one for the sampler
-    return int((room - prefill_bytes(run, cache)) / (cache + logits))
+    devices = 1 if run.mesh is None else run.mesh.size
+    return int((room - prefill_bytes(run, cache)) / (cache + logits) * devices)
 
 
 def prefill_bytes(run: Run, cache_bytes: int) -> int:

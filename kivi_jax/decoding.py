@@ -11,17 +11,21 @@ from kivi_jax.attention import attend, attend_prompt, flush_layer, flush_skips
 from kivi_jax.cache import KVCache
 from kivi_jax.config import KiviConfig
 from kivi_jax.models import Llama
+from kivi_jax.sharding import constrained, mesh_of, per_device
 
 
 def init_cache(model: Llama, config: KiviConfig, batch_size: int, max_length: int, dtype=None) -> KVCache:
-    """An empty cache for `model`; see `cache.init`. `dtype` None: that of the model's parameters."""
+    """An empty cache for `model`; see `cache.init`. `dtype` None: that of the model's parameters.
+
+    In the context of a mesh (`sharding.on`) it lies on that mesh.
+    """
     shape = model.config
     if config.pre_rope and shape.rope_scaling is not None and shape.rope_scaling.rope_type == "dynamic":
         raise ValueError(
             "pre_rope must be False for a model with dynamic RoPE scaling, whose frequencies change as a text grows; "
             "got True."
         )
-    return kv.init(
+    cache = kv.init(
         config,
         num_layers=shape.num_hidden_layers,
         batch_size=batch_size,
@@ -30,6 +34,7 @@ def init_cache(model: Llama, config: KiviConfig, batch_size: int, max_length: in
         max_length=max_length,
         dtype=model.embed_tokens.embedding.dtype if dtype is None else dtype,
     )
+    return constrained(cache)
 
 
 def check_cache(model: Llama, cache: KVCache) -> None:
@@ -43,6 +48,9 @@ def check_cache(model: Llama, cache: KVCache) -> None:
     ):
         if want != got:
             raise ValueError(f"the cache must have the model's {name} {want}; got {got}.")
+    if not isinstance(cache.length, jax.core.Tracer) and (mesh := mesh_of(model)) != (got := mesh_of(cache)):
+        where = lambda mesh: "one device" if mesh is None else f"a mesh of {dict(mesh.shape)}"
+        raise ValueError(f"the cache must lie on {where(mesh)}, as the model does (`shard`); got {where(got)}.")
 
 
 def prefill(
@@ -59,17 +67,20 @@ def prefill(
     Returns:
         The hidden states `[B, L, hidden_size]`, unspecified past `counts`, and the cache with the prompts in it.
     """
+    tokens = constrained(tokens)
     positions = _positions(jnp.zeros_like(counts), tokens.shape[1], counts)
-
     rotary = _cache_rotary(model, cache)
-    embed = (lambda x: x) if rotary is None else (lambda x: rotary(x, positions))
 
     def attention(query, key, value, layer, sliding_window):
-        output = attend_prompt(
-            embed(query), embed(key), value, counts, sliding_window=sliding_window, implementation=implementation
-        )
-        # Before the next layer begins, this one's keys and values are quantized, and no longer needed.
-        return jax.lax.optimization_barrier((output, kv.prefill_layer(layer, key, value, counts)))
+        def local(query, key, value, layer, counts, positions):
+            embed = (lambda x: x) if rotary is None else (lambda x: rotary(x, positions))
+            output = attend_prompt(
+                embed(query), embed(key), value, counts, sliding_window=sliding_window, implementation=implementation
+            )
+            # Before the next layer begins, this one's keys and values are quantized, and no longer needed.
+            return jax.lax.optimization_barrier((output, kv.prefill_layer(layer, key, value, counts)))
+
+        return per_device(local, (query, layer))(query, key, value, layer, counts, positions)
 
     hidden, layers = model(tokens, positions, cache.layers, attention, rotated=rotary is None)
     return hidden, kv.advance(cache, layers, counts)
@@ -83,27 +94,31 @@ def extend(
     Arguments and returns are those of `prefill`, for a cache that holds what comes before. A sequence that the piece
     would take past the capacity is left as it was, which its unchanged length tells.
     """
-    length, quantized = cache.length, cache.quantized
+    tokens = constrained(tokens)
     counts = kv.fitting_counts(cache, tokens.shape[1], counts)
-    positions = _positions(length, tokens.shape[1], counts)
+    positions = _positions(cache.length, tokens.shape[1], counts)
     rotary = _cache_rotary(model, cache)
 
     def attention(query, key, value, layer, sliding_window):
-        output = attend(
-            query,
-            layer,
-            length,
-            quantized,
-            new_key=key,
-            new_value=value,
-            counts=counts,
-            sliding_window=sliding_window,
-            rotary=rotary,
-            implementation=implementation,
-        )
-        return jax.lax.optimization_barrier(
-            (output, kv.append_layer(layer, key, value, length, quantized, counts))  # as in `prefill`
-        )
+        def local(query, key, value, layer, length, quantized, counts):
+            output = attend(
+                query,
+                layer,
+                length,
+                quantized,
+                new_key=key,
+                new_value=value,
+                counts=counts,
+                sliding_window=sliding_window,
+                rotary=rotary,
+                implementation=implementation,
+            )
+            return jax.lax.optimization_barrier(
+                (output, kv.append_layer(layer, key, value, length, quantized, counts))  # as in `prefill`
+            )
+
+        args = (query, key, value, layer, cache.length, cache.quantized, counts)
+        return per_device(local, (query, layer))(*args)
 
     hidden, layers = model(tokens, positions, cache.layers, attention, rotated=rotary is None)
     return hidden, kv.advance(cache, layers, counts)
@@ -123,26 +138,30 @@ def decode_step(
     Returns:
         The hidden states `[B, hidden_size]`, unspecified where not active, and the cache with the tokens in it.
     """
-    length, quantized = cache.length, cache.quantized
-    active = active & (length < cache.capacity)
+    length = cache.length
+    tokens, active = constrained(tokens), active & (length < cache.capacity)
     rotary = _cache_rotary(model, cache)
 
     def attention(query, key, value, layer, sliding_window):
-        layer = kv.write_token(layer, key, value, length)
-        output = attend(
-            query,
-            layer,
-            length + 1,
-            quantized,
-            sliding_window=sliding_window,
-            rotary=rotary,
-            implementation=implementation,
-        )
-        return output, layer
+        def local(query, key, value, layer, length, quantized):
+            layer = kv.write_token(layer, key, value, length)
+            output = attend(
+                query,
+                layer,
+                length + 1,
+                quantized,
+                sliding_window=sliding_window,
+                rotary=rotary,
+                implementation=implementation,
+            )
+            return output, layer
+
+        return per_device(local, (query, layer))(query, key, value, layer, length, cache.quantized)
 
     hidden, layers = model(tokens[:, None], length[:, None], cache.layers, attention, rotated=rotary is None)
     cache = dataclasses.replace(cache, layers=layers, length=length + active.astype(jnp.int32))
-    kernel = functools.partial(flush_layer, implementation=implementation)
+    flush_one = functools.partial(flush_layer, implementation=implementation)
+    kernel = lambda layer, *args: per_device(flush_one, layer)(layer, *args)
     conditional = not flush_skips(implementation)
     return hidden[:, 0], kv.flush(cache, after=hidden, kernel=kernel, conditional=conditional)
 

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from kivi_jax import decoding, prompts
+from kivi_jax import decoding, prompts, sharding
 from kivi_jax.cache import KVCache, fork
 from kivi_jax.config import BLOCK, KiviConfig
 from kivi_jax.models import Llama
@@ -54,13 +54,14 @@ class Run:
         room: int32 `[B]`, the new tokens that each sequence has room for.
         most_new: tokens that the sequence with most room may get.
         capacity: tokens of each sequence that the cache is to hold; `fits_prompt`: by the longest prompt.
+        mesh: what the model lies on; None: one device.
     """
 
     def __init__(
         self, params: Llama, prompt, *, tokenizer, max_new_tokens, max_length, cache, sampler=None, eos_token_id=None,
         key=None, logits=None, attention_mask=None, prefill_chunk=None, pad_token_id=None, copies=1,
     ):  # fmt: skip
-        config = params.config
+        config, self.mesh = params.config, sharding.mesh_of(params)
         if isinstance(cache, KVCache):
             decoding.check_cache(params, cache)
         elif isinstance(cache, KiviConfig):
@@ -106,6 +107,9 @@ class Run:
         if self.logits.shape != shape or self.logits.dtype != np.float32:
             got = f"{self.logits.dtype} {list(self.logits.shape)}"
             raise ValueError(f"logits must be float32 {list(shape)}; got {got}.")
+        if self.mesh is not None:
+            spec = sharding.logits_spec(vocab_size, self.mesh)
+            self.logits = jax.device_put(self.logits, jax.sharding.NamedSharding(self.mesh, spec))
         return [np.zeros(0, np.int32)] * self.cache.batch_size
 
     def _capacity(self, max_new_tokens: int | None, max_length: int | None) -> tuple[int, np.ndarray]:
@@ -137,22 +141,31 @@ class Run:
         """Takes in the prompts, some at a time and in chunks if asked to: float32 `[B, vocab_size]` for the tokens that
         come next, and the cache, both with `copies` of each sequence and the caller's to donate."""
         rows = self.rows[:: self.copies]
-        together = max(1, PREFILL_TOKENS // self.chunk)
-        if isinstance(self.cache, KVCache) or len(rows) <= together:
-            logits, cache = self._take_in(rows)
-        else:
-            whole = None
-            for start in range(0, len(rows), together):
-                start = min(start, len(rows) - together)  # the last ones overlap those before, to have their shape
-                part = self._take_in(rows[start : start + together])
-                if whole is None:
-                    whole = jax.tree.map(lambda x: jnp.zeros((len(rows), *x.shape[1:]), x.dtype), part)
-                whole = _place(whole, part, start)
-                del part  # or the next one would come to lie beside it
-            logits, cache = whole
-        if self.copies > 1:
-            return jnp.repeat(logits, self.copies, axis=0), fork(cache, self.copies)
-        return logits, cache
+        if self.mesh is not None:
+            sharding.check_divides("the number of prompts of a batch", len(rows), self.mesh, sharding.DATA)
+        with sharding.on(self.mesh):
+            logits, cache = self._take_in_groups(rows)
+            if self.copies > 1:
+                return jnp.repeat(logits, self.copies, axis=0), fork(cache, self.copies)
+            return logits, cache
+
+    def _take_in_groups(self, rows: list[np.ndarray]) -> tuple[jax.Array, KVCache]:
+        # A device holds the sequences of one stretch of the batch, and takes in some of them with each group.
+        stretches = 1 if self.mesh is None else self.mesh.shape.get(sharding.DATA, 1)
+        each = len(rows) // stretches
+        together = max(1, PREFILL_TOKENS // self.chunk // stretches)
+        if isinstance(self.cache, KVCache) or each <= together:
+            return self._take_in(rows)
+        whole = None
+        for start in range(0, each, together):
+            start = min(start, each - together)  # the last ones overlap those before, to have their shape
+            group = [rows[n * each + start + i] for n in range(stretches) for i in range(together)]
+            part = self._take_in(group)
+            if whole is None:
+                whole = _room_for(part, len(rows))
+            whole = _place(whole, part, start)
+            del part  # or the next one would come to lie beside it
+        return whole
 
     @property
     def _blocks(self) -> int:
@@ -189,14 +202,16 @@ class Run:
         """Takes in the prompts and makes ready for the loop."""
         logits, cache = self.prefill()
         batch = len(self.rows)
-        self.state = State(
-            step=jnp.zeros((), jnp.int32),
-            tokens=jnp.full((batch, -(-self.most_new // BUFFER) * BUFFER), self.pad_token_id, jnp.int32),
-            counts=jnp.zeros(batch, jnp.int32),
-            done=jnp.zeros(batch, bool),
-            logits=logits,
-            cache=cache,
-        )
+        with sharding.on(self.mesh):
+            state = State(
+                step=jnp.zeros((), jnp.int32),
+                tokens=jnp.full((batch, -(-self.most_new // BUFFER) * BUFFER), self.pad_token_id, jnp.int32),
+                counts=jnp.zeros(batch, jnp.int32),
+                done=jnp.zeros(batch, bool),
+                logits=logits,
+                cache=cache,
+            )
+            self.state = laid_out(state)
         return self
 
     def advance(self, limit: int | None = None, *, report: Callable[[int], None] | None = None) -> None:
@@ -218,7 +233,8 @@ class Run:
                 break
 
     def _sample(self, room: np.ndarray) -> None:
-        self.state = loop(self.graphdef, self.weights, self.state, self.sampler, self.keys, self.eos, room)
+        with sharding.on(self.mesh):
+            self.state = loop(self.graphdef, self.weights, self.state, self.sampler, self.keys, self.eos, room)
 
     def part(self, which: np.ndarray, size: int) -> "Run":
         """The run of prompts `which` only, as a batch of `size` prompts: what is missing are copies of the last one
@@ -276,10 +292,27 @@ def next_chunk(graphdef, weights, tokens, counts, logits, cache):
     return jnp.where((counts > 0)[:, None], new, logits), cache
 
 
+@functools.partial(jax.jit, static_argnames="batch")
+def _room_for(part, batch):
+    """Zeros like a pytree of `[b, ...]`, for `batch` sequences."""
+    return sharding.constrained(jax.tree.map(lambda x: jnp.zeros((batch, *x.shape[1:]), x.dtype), part))
+
+
 @functools.partial(jax.jit, donate_argnames="whole")
 def _place(whole, part, start):
-    """`part [b, ...]` in the rows of `whole [B, ...]` from `start` on; of every array of a pytree."""
-    return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, axis=0), whole, part)
+    """`part [b, ...]` in the rows of `whole [B, ...]` from `start` on, of every array of a pytree; on a mesh in those
+    of each device's own sequences."""
+
+    def place(whole, part):
+        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, axis=0), whole, part)
+
+    return sharding.per_device(place, whole)(whole, part)
+
+
+def laid_out(state: State) -> State:
+    """The state as it goes from one call of the loop to the next: on a mesh, always in the same places."""
+    placed = sharding.constrained(dataclasses.replace(state, logits=None))
+    return dataclasses.replace(placed, logits=sharding.over_vocabulary(state.logits))
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef",), donate_argnames=("state",))
@@ -296,7 +329,7 @@ def loop(graphdef, weights, state: State, sampler: Sampler, keys, eos, room) -> 
             state.tokens, jnp.where(active, token, pad)[:, None], state.step, axis=1
         )
         hidden, cache = decoding.decode_step(model, token, active, state.cache)
-        return State(
+        state = State(
             step=state.step + 1,
             tokens=tokens,
             counts=state.counts + active.astype(jnp.int32),
@@ -304,5 +337,6 @@ def loop(graphdef, weights, state: State, sampler: Sampler, keys, eos, room) -> 
             logits=jnp.where(active[:, None], model.logits(hidden), state.logits),
             cache=cache,
         )
+        return laid_out(state)
 
     return lax.while_loop(lambda state: jnp.any(running(state)), body, state)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kivi_jax import decoding, prompts
+from kivi_jax import decoding, prompts, sharding
 from kivi_jax.cache import KVCache
 from kivi_jax.config import KiviConfig
 from kivi_jax.models import Llama
@@ -40,6 +40,14 @@ def logits(
         raise ValueError(f"chunk must be 1 token or more; got {chunk!r}.")
     if chunk is not None:
         cache.check_head_dim(params.config.head_dim)
+    mesh = sharding.mesh_of(params)
+    if mesh is not None:
+        sharding.check_divides("the number of texts", len(rows), mesh, sharding.DATA)
+    with sharding.on(mesh):
+        return _logits(params, rows, cache, chunk)
+
+
+def _logits(params, rows, cache, chunk) -> jax.Array:
     graphdef, weights = nnx.split(params)
     counts = np.asarray([len(row) for row in rows], np.int32)
     longest = int(counts.max())

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 from kivi_jax import cache as kv
-from kivi_jax import decoding
+from kivi_jax import decoding, sharding
 from kivi_jax.cache import KVCache
 from kivi_jax.config import BLOCK, KiviConfig
 from kivi_jax.generate import Generation, generation
@@ -71,7 +71,8 @@ def verify(params: Llama, cache: KVCache, drafted_tokens: jax.Array, counts: jax
     if cache.config.quantizes and cache.config.rewind < drafted.shape[1]:
         cache = with_rewind(cache, drafted.shape[1])
     graphdef, weights = nnx.split(params)
-    return _verify(graphdef, weights, drafted.astype(jnp.int32), counts, cache)
+    with sharding.on(sharding.mesh_of(params)):
+        return _verify(graphdef, weights, drafted.astype(jnp.int32), counts, cache)
 
 
 def speculate(
@@ -133,7 +134,8 @@ def speculate(
             pieces[row, : counts[row]] = best[row], *guesses
         if not counts.any():
             break
-        kept, logits, cache = _accept(run.graphdef, run.weights, pieces, counts, run.eos, logits, cache)
+        with sharding.on(run.mesh):
+            kept, logits, cache = _accept(run.graphdef, run.weights, pieces, counts, run.eos, logits, cache)
         for row, n in enumerate(np.asarray(kept)):
             new[row] += pieces[row, :n].tolist()
             done[row] |= n > 0 and pieces[row, n - 1] in run.eos

@@ -1,5 +1,6 @@
 """The decoder, and the checkpoints it is loaded from."""
 
+from kivi_jax.models.assembly import in_memory
 from kivi_jax.models.config import LlamaConfig
 from kivi_jax.models.default import default_model_path
 from kivi_jax.models.gguf import load_gguf
@@ -16,6 +17,7 @@ __all__ = [
     "StreamDecoder",
     "Tokenizer",
     "default_model_path",
+    "in_memory",
     "load_gguf",
     "load_huggingface",
     "loading_bar",

@@ -1,5 +1,8 @@
 """Filling a model with the tensors of a checkpoint, one by one, under one rule: all consumed, all filled."""
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -8,6 +11,15 @@ from kivi_jax.models.config import LlamaConfig
 from kivi_jax.models.llama import Llama
 
 Path = tuple[str | int, ...]
+
+Place = Callable[[Path, np.ndarray], jax.Array]
+"""`place(path, array)` puts the parameter at `path` on its device or devices."""
+
+
+def in_memory(_: Path, array: np.ndarray) -> jax.Array:
+    """Puts a parameter on the default device."""
+    return jnp.array(array)
+
 
 DTYPES = {"float32": jnp.float32, "float16": jnp.float16, "bfloat16": jnp.bfloat16}
 
@@ -34,11 +46,12 @@ class Assembly:
         config: of the model.
         dtype: of its parameters, whatever the tensors' own.
         source: what the errors call the checkpoint.
+        place: puts each parameter where it belongs.
     """
 
-    def __init__(self, config: LlamaConfig, dtype, source: str):
+    def __init__(self, config: LlamaConfig, dtype, source: str, place: Place = in_memory):
         self.dtype = parameter_dtype(dtype)
-        self._source = source
+        self._source, self._place = source, place
         model = nnx.eval_shape(lambda: Llama(config, dtype=self.dtype, rngs=nnx.Rngs(0)))
         self._graph, state = nnx.split(model)
         self._shapes: dict[Path, tuple[int, ...]] = {path: leaf.shape for path, leaf in nnx.to_flat_state(state)}
@@ -67,7 +80,7 @@ class Assembly:
                 f"got {list(tensor.shape)}."
             )
         converted = np.ascontiguousarray((tensor.T if path[-1] == "kernel" else tensor).astype(self.dtype, copy=False))
-        self._variables[path] = self._variables[path].replace(jnp.array(converted))
+        self._variables[path] = self._variables[path].replace(self._place(path, converted))
         self._sources[path] = name
 
     def finish(self, names: dict[Path, str]) -> Llama:

@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 
 from kivi_jax.models import assembly
-from kivi_jax.models.assembly import Assembly
+from kivi_jax.models.assembly import Assembly, Place, in_memory
 from kivi_jax.models.config import LlamaConfig
 from kivi_jax.models.gguf_fields import read
 from kivi_jax.models.huggingface import Progress
@@ -62,7 +62,9 @@ _FIELDS = {
 }
 
 
-def load_gguf(path: str | Path, *, dtype=None, progress: Progress | None = None) -> tuple[Llama, Tokenizer | None]:
+def load_gguf(
+    path: str | Path, *, dtype=None, place: Place = in_memory, progress: Progress | None = None
+) -> tuple[Llama, Tokenizer | None]:
     """Loads a .gguf file whose `general.architecture` is "llama".
 
     Reads tensor by tensor: beside the model, memory holds one dequantized tensor at a time.
@@ -71,6 +73,7 @@ def load_gguf(path: str | Path, *, dtype=None, progress: Progress | None = None)
         path: of the file.
         dtype: of the parameters, such as "float32" or "bfloat16"; None: bfloat16 if any tensor is quantized, else the
             type of the file's embedding.
+        place: puts a parameter on its device or devices; by default on one.
         progress: called with the bytes read so far and in all.
 
     Returns:
@@ -85,7 +88,7 @@ def load_gguf(path: str | Path, *, dtype=None, progress: Progress | None = None)
     config = read_config(reader)
     types = {tensor.name: _type(path, tensor) for tensor in reader.tensors}
     own = "bfloat16" if set(types.values()) & set(_QUANTIZED) else _FLOATS[types["token_embd.weight"]]
-    model = Assembly(config, own if dtype is None else dtype, str(path))
+    model = Assembly(config, own if dtype is None else dtype, str(path), place)
     names = {parameter: tensor_name(parameter) for parameter in model.paths}
     parameters = {name: parameter for parameter, name in names.items()}
 

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kivi_jax.models import assembly
-from kivi_jax.models.assembly import Assembly
+from kivi_jax.models.assembly import Assembly, Place, in_memory
 from kivi_jax.models.config import LlamaConfig
 from kivi_jax.models.llama import Llama
 from kivi_jax.models.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ _ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 def load_huggingface(
-    directory: str | Path, *, dtype=None, progress: Progress | None = None
+    directory: str | Path, *, dtype=None, place: Place = in_memory, progress: Progress | None = None
 ) -> tuple[Llama, Tokenizer | None]:
     """Loads a Llama, Mistral, Qwen2 or Qwen3 checkpoint.
 
@@ -37,6 +37,7 @@ def load_huggingface(
     Args:
         directory: with config.json and either model.safetensors or the shards that model.safetensors.index.json names.
         dtype: of the parameters, such as "float32" or "bfloat16"; None: the checkpoint's own.
+        place: puts a parameter on its device or devices; by default on one.
         progress: called with the bytes read so far and in all.
 
     Returns:
@@ -52,7 +53,7 @@ def load_huggingface(
     with_types = {file: _tensor_types(file) for file in files}
     types = {name: kind for tensors in with_types.values() for name, (kind, _) in tensors.items()}
     own = _DTYPES[types.get(_EMBEDDING) or next(iter(types.values()))] if types else "float32"
-    model = Assembly(config, own if dtype is None else dtype, str(directory))
+    model = Assembly(config, own if dtype is None else dtype, str(directory), place)
     names = {path: parameter_name(path) for path in model.paths}
     paths = {name: path for path, name in names.items()}
     tied_copies = {}

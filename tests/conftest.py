@@ -10,6 +10,8 @@ if "gpu" not in os.environ.get("PYTEST_ADDOPTS", "") + os.environ.get("JAX_PLATF
 import jax
 import numpy as np
 
+jax.config.update("jax_num_cpu_devices", 4)  # for what runs on a mesh; all else runs on the first of them
+
 
 @pytest.fixture(autouse=True)
 def _strict_promotion():

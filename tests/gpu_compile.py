@@ -41,13 +41,17 @@ def compile_for_h200(function, arguments, dump: pathlib.Path, monkeypatch, **jit
     """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(dump))
-    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1")
-    sharding = SingleDeviceSharding(topology.devices[0])
+    sharding = SingleDeviceSharding(topology("1x1x1").devices[0])
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         compiled = jax.jit(function, **jit_options).lower(*arguments).compile()
     return compiled, [_read(note) for note in sorted(dump.glob("*.ptxas"))]
+
+
+def topology(shape: str):
+    """Devices to compile for: `shape` as "1x2x1", hosts and GPUs of each."""
+    return topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology=shape)
 
 
 def _read(note: pathlib.Path) -> Kernel:

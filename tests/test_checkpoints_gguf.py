@@ -15,6 +15,7 @@ from flax import nnx
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file
 
+import kivi_jax
 from kivi_jax.models import RopeScaling, default_model_path, load_gguf, load_huggingface
 
 DATA = Path(__file__).parent / "data"
@@ -340,6 +341,14 @@ def test_what_is_no_gguf_file_is_refused(tmp_path):
         load_gguf(tmp_path / "other.gguf")
     with pytest.raises(FileNotFoundError, match="got a directory"):
         load_gguf(tmp_path)
+
+
+def test_a_file_is_loaded_onto_a_mesh(write):
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+    whole, got = (kivi_jax.load(write(), mesh=on)[0] for on in (None, mesh))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), nnx.state(got), nnx.state(whole)))
+    kernel = got.layers[0].self_attn.q_proj.kernel[...]
+    assert kernel.addressable_shards[0].data.shape == (kernel.shape[0], kernel.shape[1] // 2)
 
 
 def test_without_the_default_models_package_the_command_that_installs_it_is_given(monkeypatch):

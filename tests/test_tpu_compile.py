@@ -7,17 +7,22 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import Mesh
 
 if importlib.util.find_spec("libtpu") is None:
     pytest.skip("libtpu, with which to compile for TPUs, is not installed", allow_module_level=True)
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
+from sharded_steps import assert_only_activations_travel, lowered_loop, wide
 from tpu_ahead_of_time import TOPOLOGIES, compile_for
 
 from kivi_jax import cache as kv
+from kivi_jax import sharding
 from kivi_jax.config import KiviConfig
 from kivi_jax.decoding import decode_step
 from kivi_jax.kernels import tpu
@@ -159,3 +164,12 @@ def test_decode_step_of_a_model_updates_its_cache_in_place(generation, channels)
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert not copies_of_rows(compiled, cache.layers[0])
+
+
+def test_a_step_on_four_chips_runs_the_kernel_and_moves_activations_only():
+    devices = np.array(topologies.get_topology_desc(TOPOLOGIES["v5e"], platform="tpu").devices)
+    mesh = sharding.checked_mesh(Mesh(devices.reshape(2, 2), ("data", "model")))
+    lowered, share = lowered_loop(mesh, wide(), 4, 1024)
+    compiled = lowered.compile()
+    assert compiled.as_text().count("kivi_decode") >= 2
+    assert_only_activations_travel(compiled, wide(), 4, share)

@@ -1,0 +1,230 @@
+"""Models and caches over several devices: the same tokens, and nothing of a cache that travels."""
+
+import functools
+
+import gpu_compile
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoints import DATA
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from sharded_steps import assert_only_activations_travel, lowered_loop, wide
+from small_models import NEAR_TIE, assert_same_tokens, continuations
+
+import kivi_jax
+from kivi_jax import KiviConfig, sharding
+from kivi_jax import run as run_module
+from kivi_jax.models import Llama, LlamaConfig
+from kivi_jax.run import begin, loop
+from kivi_jax.sampling import sampler
+
+VOCAB = 96
+KIVI = KiviConfig(residual_length=0)
+
+
+def ids(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(1, VOCAB, count).tolist()
+
+
+PROMPTS = [ids(length, seed) for seed, length in enumerate((150, 20, 300, 7))]
+MESHES = {"data and model": dict(data=2, model=2), "model": dict(model=2), "data": dict(data=4)}
+
+
+@functools.cache
+def model(vocab_size: int = VOCAB, tied: bool = False) -> Llama:
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        initializer_range=0.3,
+        eos_token_id=(),
+        tie_word_embeddings=tied,
+    )
+    return Llama(config, rngs=nnx.Rngs(0))
+
+
+def mesh_of(**axes: int):
+    devices = jax.devices()[: np.prod(list(axes.values()))]
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
+
+
+@functools.cache
+def on_mesh(name: str) -> Llama:
+    return kivi_jax.shard(model(), mesh_of(**MESHES[name]))
+
+
+@functools.cache
+def on_one_device():
+    return kivi_jax.generate(model(), PROMPTS, max_new_tokens=150, cache=KIVI)
+
+
+def assert_same(got, want, prompts=PROMPTS, config=KIVI):
+    """Sums over two devices round differently: tokens agree up to near-ties, and a few codes may not be the same."""
+    for prompt, a, b in zip(prompts, continuations(got, prompts), continuations(want, prompts), strict=True):
+        assert_same_tokens(model(), prompt, a, b, config)
+    for a, b in zip(got.cache.layers, want.cache.layers, strict=True):
+        assert np.mean(np.asarray(a.key_codes) != np.asarray(b.key_codes)) < 3e-3
+        np.testing.assert_allclose(a.value_window, b.value_window, atol=NEAR_TIE)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_generation_over_devices_is_that_of_one(name):
+    out = kivi_jax.generate(on_mesh(name), PROMPTS, max_new_tokens=150, cache=KIVI)
+    assert_same(out, on_one_device())
+    axes = [axis if axis in MESHES[name] else None for axis in ("data", "model")]
+    for leaf in jax.tree.leaves(out.cache.layers):
+        assert leaf.sharding.is_equivalent_to(
+            jax.sharding.NamedSharding(leaf.sharding.mesh, PartitionSpec(*axes)), leaf.ndim
+        )
+
+
+def test_a_second_turn_continues_a_cache_on_its_mesh():
+    more = [ids(30, seed + 9) for seed in range(4)]
+    first = kivi_jax.generate(on_mesh("data and model"), PROMPTS, max_new_tokens=150, max_length=640, cache=KIVI)
+    turn = lambda params, cache: kivi_jax.generate(params, more, max_new_tokens=40, cache=cache)
+    want = turn(model(), kivi_jax.resize(on_one_device().cache, 640))
+    assert_same(turn(on_mesh("data and model"), first.cache), want, more)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vocabulary_that_does_not_divide_stays_whole(tied):
+    params = model(VOCAB + 1, tied)
+    got = kivi_jax.generate(kivi_jax.shard(params, mesh_of(model=2)), PROMPTS[1:2], max_new_tokens=9)
+    np.testing.assert_array_equal(got.tokens, kivi_jax.generate(params, PROMPTS[1:2], max_new_tokens=9).tokens)
+
+
+def test_the_loop_compiles_once_for_a_mesh():
+    """What it gives back lies where it was taken from."""
+    run = run_module.Run(
+        on_mesh("data and model"), PROMPTS, tokenizer=None, max_new_tokens=9, max_length=None, cache=KIVI,
+        sampler=sampler(0.0),
+    ).start()  # fmt: skip
+    run.advance(1)
+    compiled = loop._cache_size()
+    run.advance(5)
+    run.advance()
+    assert loop._cache_size() == compiled
+
+
+def test_groups_of_prompts_are_of_each_devices_own_sequences(monkeypatch):
+    prompts = [ids(20 + n, n) for n in range(12)]
+    want = kivi_jax.generate(model(), prompts, max_new_tokens=5, cache=KIVI)
+    monkeypatch.setattr(run_module, "PREFILL_TOKENS", 4 * 32)
+    shapes = []
+    monkeypatch.setattr(run_module, "begin", lambda *a, **k: (shapes.append(a[2].shape), begin(*a, **k))[1])
+    assert_same(kivi_jax.generate(on_mesh("data and model"), prompts, max_new_tokens=5, cache=KIVI), want, prompts)
+    assert shapes == [(4, 32)] * 3
+
+
+def test_batches_have_whole_sequences_for_each_device():
+    prompts = [*PROMPTS, ids(3, 9)]
+    got = kivi_jax.generate(on_mesh("data and model"), prompts, max_new_tokens=20, cache=KIVI, batch_size=3)
+    want = kivi_jax.generate(model(), prompts, max_new_tokens=20, cache=KIVI)
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+
+
+def test_what_is_drawn_does_not_depend_on_the_devices():
+    draw = lambda params: kivi_jax.generate(
+        params, PROMPTS[:2], max_new_tokens=20, cache=KIVI, temperature=1.0, top_p=0.9, num_return_sequences=2
+    )
+    np.testing.assert_array_equal(draw(on_mesh("data and model")).tokens, draw(model()).tokens)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [KiviConfig.accurate(), KiviConfig(pre_rope=True), KiviConfig(16, 16)],
+    ids=["accurate", "pre_rope", "16 bits"],
+)
+def test_every_option_of_a_cache_works_on_a_mesh(options):
+    run = lambda params: kivi_jax.generate(params, PROMPTS, max_new_tokens=10, cache=options, prefill_chunk=100)
+    np.testing.assert_array_equal(run(on_mesh("data and model")).tokens, run(model()).tokens)
+
+
+def test_logits_and_drafted_tokens_are_those_of_one_device():
+    params = on_mesh("data and model")
+    score = lambda params: kivi_jax.logits(params, PROMPTS, cache=KIVI, chunk=64)
+    np.testing.assert_allclose(score(params), score(model()), atol=1e-3)
+    draft = lambda so_far: so_far[-3:]  # some of it wrong
+    speculate = lambda params: kivi_jax.speculate(params, PROMPTS, draft, max_new_tokens=20, cache=KIVI)
+    drafted, plain = (continuations(out, PROMPTS) for out in (speculate(params), on_one_device()))
+    for prompt, got, want in zip(PROMPTS, drafted, plain, strict=True):
+        assert_same_tokens(model(), prompt, got, want[:20], KIVI)
+
+
+def test_a_cache_is_laid_out_over_a_mesh_and_saved_from_it(tmp_path):
+    out = kivi_jax.generate(on_mesh("data and model"), PROMPTS, max_new_tokens=150, max_length=512, cache=KIVI)
+    kivi_jax.save_cache(out.cache, tmp_path / "cache")
+    loaded = kivi_jax.load_cache(tmp_path / "cache")
+    logits = jnp.asarray(np.asarray(out.logits))
+    more = lambda params, cache: kivi_jax.generate(params, None, max_new_tokens=9, cache=cache, logits=logits)
+    with pytest.raises(
+        ValueError, match=r"cache must lie on a mesh of .*, as the model does \(`shard`\); got one device"
+    ):
+        more(on_mesh("data and model"), loaded)
+    again = kivi_jax.shard(loaded, mesh_of(**MESHES["data and model"]))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), again, out.cache))
+    want = more(on_mesh("data and model"), out.cache)
+    np.testing.assert_array_equal(more(on_mesh("data and model"), again).tokens, want.tokens)
+
+
+@pytest.mark.parametrize("source", ["own", "huggingface"])
+def test_a_checkpoint_is_loaded_onto_a_mesh(source, tmp_path):
+    path = DATA / "checkpoints" / "llama3-gqa-rope-scaled"
+    if source == "own":
+        kivi_jax.save(kivi_jax.load(path)[0], tmp_path / "own")
+        path = tmp_path / "own"
+    mesh = mesh_of(model=2)
+    whole, got = (kivi_jax.load(path, dtype="float32", mesh=on)[0] for on in (None, mesh))
+    for (where, a), (_, b) in zip(*(nnx.to_flat_state(nnx.state(x)) for x in (got, whole)), strict=True):
+        np.testing.assert_array_equal(a[...], b[...])
+        assert a[...].sharding.is_equivalent_to(sharding.parameter_sharding(where, a.shape, mesh), a.ndim)
+    kernel = got.layers[0].self_attn.o_proj.kernel[...]
+    assert kernel.addressable_shards[0].data.shape == (kernel.shape[0] // 2, kernel.shape[1])
+
+
+def test_what_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match=r"num_key_value_heads must be divisible by the 4 devices .*'model'; got 2"):
+        kivi_jax.shard(model(), mesh_of(model=4))
+    with pytest.raises(ValueError, match=r"mesh must be .* axes named 'data' and 'model'; got .*'x'"):
+        kivi_jax.shard(model(), mesh_of(x=2))
+    with pytest.raises(ValueError, match=r"prompts of a batch must be divisible by the 4 devices .*'data'; got 3"):
+        kivi_jax.generate(on_mesh("data"), PROMPTS[:3], max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"sequences of the cache must be divisible by the 3 devices .*'data'; got 4"):
+        kivi_jax.shard(on_one_device().cache, mesh_of(data=3))
+
+
+def test_a_step_moves_activations_only_and_copies_no_cache():
+    mesh = sharding.checked_mesh(mesh_of(data=2, model=2))
+    lowered, share = lowered_loop(mesh, wide(), 4, 1024)
+    assert_only_activations_travel(lowered.compile(), wide(), 4, share)
+
+
+@pytest.mark.h200_compile
+@pytest.mark.skipif("gpu_compile.why_not()", reason="needs jax's CUDA compiler (tests/gpu_compile.py)")
+def test_a_step_on_two_h200_runs_the_kernels_and_moves_activations_only():
+    devices = gpu_compile.topology("1x2x1").devices
+    mesh = sharding.checked_mesh(Mesh(np.array(devices), ("model",)))
+    lowered, share = lowered_loop(mesh, wide(), 4, 1024)
+    compiled = lowered.compile()
+    assert compiled.as_text().count("kivi_decode") >= 2
+    assert_only_activations_travel(compiled, wide(), 4, share)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("jax.default_backend() != 'gpu' or len(jax.devices()) < 2", reason="needs two NVIDIA GPUs")
+def test_two_gpus_are_as_close_to_float32_as_one():
+    """Through the kernels, with flushes on the way."""
+    exact = Llama(wide().config, rngs=nnx.Rngs(0))
+    graphdef, weights = nnx.split(exact)
+    one = nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights))
+    two = kivi_jax.shard(one, mesh_of(model=2))
+    score = lambda params: np.asarray(kivi_jax.logits(params, PROMPTS, chunk=1)[0])
+    want, *got = (score(params) for params in (exact, one, two))
+    errors = [np.sqrt(np.mean((x - want) ** 2)) for x in got]
+    assert 0 < errors[1] < 2 * errors[0]
