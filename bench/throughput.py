@@ -1,6 +1,7 @@
 """Decoding of whole models: time a step, tokens a second and memory, with the cache in bf16, 4 and 2 bits.
 
-    python bench/throughput.py [--model NAME ...] [--context N ...] [--prompt N] [--devices N] [--again]
+    python bench/throughput.py [--model NAME ...] [--context N ...] [--cache NAME ...] [--prompt N]
+                               [--devices N] [--again]
 
 Each figure is a decoding loop of 128 steps (so that each sequence flushes one block), compiled as `generate` compiles
 it, timed after a first run of 1 step, with the device finished. Weights and the contents of the cache are random. The
@@ -57,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="*", choices=list(MODELS), default=["Llama-3.1-8B", "Llama-2-7B"])
     parser.add_argument("--context", nargs="*", type=int, default=list(CONTEXTS))
+    parser.add_argument("--cache", nargs="*", choices=list(CACHES), default=list(CACHES))
     parser.add_argument("--prompt", type=int, default=131072, help="tokens, of the first model")
     parser.add_argument("--again", action="store_true", help="measure what the file has already")
     parser.add_argument("--devices", type=int, default=1, help="to divide the model over")
@@ -76,21 +78,21 @@ def main() -> None:
         if name == arguments.model[0] and arguments.prompt and (name, arguments.prompt) not in known["prompts"]:
             # First of all, as the device tells the peak of all that went before.
             record.keep({"model": name} | take_in(model, "2", arguments.prompt, device), "prompts")
-        for row in measure(name, model, mesh, arguments.context, device, known["rows"]):
+        for row in measure(name, model, mesh, arguments, device, known["rows"]):
             record.keep(row)
         del model
         gc.collect()
     show(record.content)
 
 
-def measure(name: str, model, mesh, contexts: list[int], device, known: set[tuple]):
+def measure(name: str, model, mesh, arguments, device, known: set[tuple]):
     """Rows for batch 1, for batch 16 at 32k, and for each cache's largest batch, but for those that are known."""
     devices = 1 if mesh is None else mesh.size
     weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
     room = devices * device.memory_stats()["bytes_limit"] * SHARE - weights
     cases = []
-    for context in contexts:
-        for cache in CACHES:
+    for context in arguments.context:
+        for cache in arguments.cache:
             batches = {1, largest_batch(model, CACHES[cache], context, room)} | ({16} if context == 32768 else set())
             fits = lambda batch, cache=cache, context=context: held(model, CACHES[cache], batch, context) <= room
             cases += [Case(name, context, batch, cache) for batch in sorted(batches - {0}) if fits(batch)]

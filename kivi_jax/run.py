@@ -310,9 +310,10 @@ def _place(whole, part, start):
 
 
 def laid_out(state: State) -> State:
-    """The state as it goes from one call of the loop to the next: on a mesh, always in the same places."""
-    placed = sharding.constrained(dataclasses.replace(state, logits=None))
-    return dataclasses.replace(placed, logits=sharding.over_vocabulary(state.logits))
+    """The state as it goes from one call of the loop to the next: on a mesh, always in the same places. Its cache is
+    there since it was made, and must not be copied."""
+    placed = sharding.constrained(dataclasses.replace(state, logits=None, cache=None))
+    return dataclasses.replace(placed, logits=sharding.over_vocabulary(state.logits), cache=state.cache)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef",), donate_argnames=("state",))
@@ -335,7 +336,7 @@ def loop(graphdef, weights, state: State, sampler: Sampler, keys, eos, room) -> 
             counts=state.counts + active.astype(jnp.int32),
             done=state.done | active & jnp.any(token[:, None] == eos, axis=1),
             logits=jnp.where(active[:, None], model.logits(hidden), state.logits),
-            cache=cache,
+            cache=sharding.constrained(cache),
         )
         return laid_out(state)
 

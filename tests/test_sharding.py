@@ -112,6 +112,25 @@ def test_the_loop_compiles_once_for_a_mesh():
     assert loop._cache_size() == compiled
 
 
+def test_the_cache_stays_where_it_was_made():
+    """From prefill through the loop's steps, the first flush among them."""
+    run = run_module.Run(
+        on_mesh("data and model"), PROMPTS, tokenizer=None, max_new_tokens=150, max_length=None, cache=KIVI,
+        sampler=sampler(0.0),
+    )  # fmt: skip
+    logits, cache = run.prefill()
+    where = lambda cache: [
+        shard.data.unsafe_buffer_pointer()
+        for layer in cache.layers
+        for rows in (layer.key_codes, layer.value_codes)
+        for shard in rows.addressable_shards
+    ]
+    before = where(cache)
+    run.prefill = lambda: (logits, cache)
+    run.start().advance()
+    assert where(run.state.cache) == before
+
+
 def test_groups_of_prompts_are_of_each_devices_own_sequences(monkeypatch):
     prompts = [ids(20 + n, n) for n in range(12)]
     want = kivi_jax.generate(model(), prompts, max_new_tokens=5, cache=KIVI)
@@ -221,8 +240,8 @@ def test_a_step_on_two_h200_runs_the_kernels_and_moves_activations_only():
 def test_two_gpus_are_as_close_to_float32_as_one():
     """Through the kernels, with flushes on the way."""
     exact = Llama(wide().config, rngs=nnx.Rngs(0))
-    graphdef, weights = nnx.split(exact)
-    one = nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights))
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(exact))
+    one = nnx.merge(nnx.split(wide())[0], narrow)
     two = kivi_jax.shard(one, mesh_of(model=2))
     score = lambda params: np.asarray(kivi_jax.logits(params, PROMPTS, chunk=1)[0])
     want, *got = (score(params) for params in (exact, one, two))
