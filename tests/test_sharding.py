@@ -38,7 +38,7 @@ def model(vocab_size: int = VOCAB, tied: bool = False) -> Llama:
         vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
@@ -236,14 +236,14 @@ def test_a_step_on_two_h200_runs_the_kernels_and_moves_activations_only():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif("jax.default_backend() != 'gpu' or len(jax.devices()) < 2", reason="needs two NVIDIA GPUs")
-def test_two_gpus_are_as_close_to_float32_as_one():
+@pytest.mark.skipif("jax.default_backend() != 'gpu'", reason="needs NVIDIA GPUs and JAX_PLATFORMS=cuda,cpu")
+def test_a_mesh_of_the_gpus_is_as_close_to_float32_as_one_gpu():
     """Through the kernels, with flushes on the way."""
     exact = Llama(wide().config, rngs=nnx.Rngs(0))
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(exact))
     one = nnx.merge(nnx.split(wide())[0], narrow)
-    two = kivi_jax.shard(one, mesh_of(model=2))
+    several = kivi_jax.shard(one, mesh_of(model=min(len(jax.devices()), 4)))
     score = lambda params: np.asarray(kivi_jax.logits(params, PROMPTS, chunk=1)[0])
-    want, *got = (score(params) for params in (exact, one, two))
+    want, *got = (score(params) for params in (exact, one, several))
     errors = [np.sqrt(np.mean((x - want) ** 2)) for x in got]
     assert 0 < errors[1] < 2 * errors[0]
