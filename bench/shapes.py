@@ -60,20 +60,18 @@ def random_model(name: str, mesh: Mesh | None = None) -> Llama:
     """The model in bfloat16, made on the device, or each part of it on its device of the mesh."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(MODELS[name], dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
     where = lambda path, x: None if mesh is None else sharding.parameter_sharding(path, x.shape, mesh)
-    flat = [(path, x.replace(_noise(x.shape, x.dtype, where(path, x)))) for path, x in nnx.to_flat_state(state)]
-    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+    state = sharding.placed(state, lambda path, x: _noise(x.shape, x.dtype, where(path, x)))
+    return sharding.with_mesh(nnx.merge(graphdef, state), mesh)
 
 
-def filled_cache(
-    model: Llama, config: KiviConfig, batch: int, max_length: int, length: int, mesh: Mesh | None = None
-) -> KVCache:
+def filled_cache(model: Llama, config: KiviConfig, batch: int, max_length: int, length: int) -> KVCache:
     """A cache of `length` tokens in each sequence, of random codes and numbers."""
     cache = jax.eval_shape(lambda: decoding.init_cache(model, config, batch, max_length))
-    where = lambda x: None if mesh is None else NamedSharding(mesh, sharding.by_rank(x, mesh))
+    where = lambda x: None if model.mesh is None else sharding.by_rank(x, model.mesh)
     layers = jax.tree.map(lambda x: _noise(x.shape, x.dtype, where(x)), cache.layers)
-    with sharding.on(mesh):
-        full = jnp.full(batch, length, jnp.int32)
-        return dataclasses.replace(cache, layers=layers, length=full, quantized=quantized_length(full, config))
+    full = jnp.full(batch, length, jnp.int32)
+    cache = dataclasses.replace(cache, layers=layers, length=full, quantized=quantized_length(full, config))
+    return cache if model.mesh is None else sharding.shard(cache, model.mesh)
 
 
 def _noise(shape: tuple[int, ...], dtype, where: NamedSharding | None) -> jax.Array:

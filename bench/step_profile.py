@@ -4,7 +4,8 @@
 
 A case is MODEL:CONTEXT:BATCH:CACHE, the last one of bf16, 4 and 2. Each runs the compiled loop of `generate` under
 JAX's profiler, on random weights and a cache of random contents. The table gives device time of a step, and what share
-of it is neither attention nor a product with weights. Writes step_profile.txt into bench/results.
+of it is neither attention nor a product with weights; no block is flushed in these steps. Writes step_profile.txt into
+bench/results.
 """
 
 import argparse
@@ -21,7 +22,13 @@ from throughput import Case, compile_loop, rest, start_state
 
 RESULTS = Path(__file__).parent / "results" / "step_profile.txt"
 STEPS = 20
-DEFAULT = ("Llama-3.1-8B:32768:16:2", "Llama-3.1-8B:32768:16:bf16", "Llama-3.1-8B:2048:1:2", "Llama-3.1-8B:2048:1:bf16")
+DEFAULT = (
+    "Llama-3.1-8B:32768:16:2",
+    "Llama-3.1-8B:32768:16:bf16",
+    "Llama-3.1-8B:2048:1:2",
+    "Llama-3.1-8B:2048:1:bf16",
+    "Llama-2-7B:384:304:bf16",
+)
 ATTENTION, PRODUCTS = re.compile("kivi_(decode|merge)|cudnn|sdpa"), re.compile("gemm|cutlass|nvjet|cublas")
 
 
@@ -49,8 +56,8 @@ def to_case(text: str) -> Case:
 
 
 def profiled(model, case: Case) -> list[str]:
-    run, weights = compile_loop(model, None, case), nnx.state(model)
-    state = run(weights, start_state(model, None, case), *rest(case, 1))
+    run, weights = compile_loop(model, case), nnx.state(model)
+    state = run(weights, start_state(model, case), *rest(case, 1))
     more = rest(case, 1 + STEPS)
     jax.block_until_ready((state, more))
     with tempfile.TemporaryDirectory() as directory:

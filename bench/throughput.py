@@ -8,7 +8,7 @@ it, timed after a first run of 1 step, with the device finished. Weights and the
 largest batch is what fits beside the weights in 95% of the device's memory, in steps of 1 up to 32 and of 8 above.
 Before that a prompt of `--prompt` tokens is taken into a cache of 2 bits (0: none), for its time and memory. Rows that
 the file has already, of the same device and versions, are kept and measured again only with `--again`. With `--devices`
-heads and weights are divided over several; memory is then that of one of them, and the file is of that many.
+heads and weights are divided over several; `peak_gb` is then of one of them, and the file is of that many.
 """
 
 import argparse
@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
 from record import Record
 from rich.console import Console
 from rich.table import Table
@@ -64,30 +63,30 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, help="to divide the model over")
     parser.add_argument("--out", type=Path, help="default: throughput.json, or throughput_2_devices.json and so on")
     arguments = parser.parse_args()
-    device, mesh, name = jax.devices()[0], None, "throughput.json"
+    device, mesh, file = jax.devices()[0], None, "throughput.json"
     if arguments.devices > 1:
         devices = jax.devices()[: arguments.devices]
         mesh = sharding.checked_mesh(jax.make_mesh((arguments.devices,), (sharding.MODEL,), devices=devices))
-        name = f"throughput_{arguments.devices}_devices.json"
+        file = f"throughput_{arguments.devices}_devices.json"
     versions = {"jax": jax.__version__, "jaxlib": jax.lib.__version__}
     identity = dict(rows=("model", "context", "batch", "cache_bits"), prompts=("model", "tokens"))
-    record = Record(arguments.out or RESULTS / name, device.device_kind, versions, **identity)
-    known = {name: set() if arguments.again else record.known(name) for name in identity}
+    record = Record(arguments.out or RESULTS / file, device.device_kind, versions, **identity)
+    known = {kind: set() if arguments.again else record.known(kind) for kind in identity}
     for name in arguments.model:
         model = random_model(name, mesh)
         if name == arguments.model[0] and arguments.prompt and (name, arguments.prompt) not in known["prompts"]:
             # First of all, as the device tells the peak of all that went before.
             record.keep({"model": name} | take_in(model, "2", arguments.prompt, device), "prompts")
-        for row in measure(name, model, mesh, arguments, device, known["rows"]):
+        for row in measure(name, model, arguments, device, known["rows"]):
             record.keep(row)
         del model
         gc.collect()
     show(record.content)
 
 
-def measure(name: str, model, mesh, arguments, device, known: set[tuple]):
+def measure(name: str, model, arguments, device, known: set[tuple]):
     """Rows for batch 1, for batch 16 at 32k, and for each cache's largest batch, but for those that are known."""
-    devices = 1 if mesh is None else mesh.size
+    devices = 1 if model.mesh is None else model.mesh.size
     weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
     room = devices * device.memory_stats()["bytes_limit"] * SHARE - weights
     cases = []
@@ -99,14 +98,14 @@ def measure(name: str, model, mesh, arguments, device, known: set[tuple]):
     cases = [case for case in cases if (name, case.context, case.batch, case.bits) not in known]
     # A compilation takes seconds, most of them on one core, and the device is needed for none of the waiting.
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        compiled = list(pool.map(functools.partial(compile_loop, model, mesh), cases))
+        compiled = list(pool.map(functools.partial(compile_loop, model), cases))
     for case, run in zip(cases, compiled, strict=True):
         yield {
             "model": case.model,
             "context": case.context,
             "batch": case.batch,
             "cache_bits": case.bits,
-        } | step_figures(model, mesh, case, run, device)
+        } | step_figures(model, case, run, device)
 
 
 def held(model, config, batch: int, context: int) -> float:
@@ -119,20 +118,19 @@ def largest_batch(model, config, context: int, room: float) -> int:
     return batch if batch < 32 else batch // 8 * 8
 
 
-def start_state(model, mesh, case: Case) -> State:
+def start_state(model, case: Case) -> State:
     """The loop's state before its first step, on a cache with 128 free places."""
     batch, room, held = case.batch, case.context + STEPS, case.context - STEPS
-    cache = filled_cache(model, CACHES[case.cache], batch, room, held, mesh)
-    with sharding.on(mesh):
-        state = State(
-            step=jnp.zeros((), jnp.int32),
-            tokens=jnp.zeros((batch, 2 * STEPS), jnp.int32),
-            counts=jnp.zeros(batch, jnp.int32),
-            done=jnp.zeros(batch, bool),
-            logits=jnp.zeros((batch, model.config.vocab_size), jnp.float32),
-            cache=cache,
-        )
-        return laid_out(state)
+    cache = filled_cache(model, CACHES[case.cache], batch, room, held)
+    state = State(
+        step=jnp.zeros((), jnp.int32),
+        tokens=jnp.zeros((batch, 2 * STEPS), jnp.int32),
+        counts=jnp.zeros(batch, jnp.int32),
+        done=jnp.zeros(batch, bool),
+        logits=jnp.zeros((batch, model.config.vocab_size), jnp.float32),
+        cache=cache,
+    )
+    return laid_out(state, model.mesh)
 
 
 def rest(case: Case, steps: int) -> tuple:
@@ -141,23 +139,23 @@ def rest(case: Case, steps: int) -> tuple:
     return sampler(0.0), keys, np.zeros(0, np.int32), jnp.full(case.batch, steps, jnp.int32)
 
 
-def compile_loop(model, mesh, case: Case):
-    state = jax.eval_shape(lambda: start_state(model, None, case))
-    if mesh is not None:
-        at = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-        logits = at(state.logits, sharding.logits_spec(model.config.vocab_size, mesh))
-        state = jax.tree.map(lambda x: at(x, sharding.by_rank(x, mesh)), state)
+def compile_loop(model, case: Case):
+    state = jax.eval_shape(lambda: start_state(model, case))
+    if model.mesh is not None:
+        at = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+        logits = at(state.logits, sharding.logits_sharding(model.config.vocab_size, model.mesh))
+        state = jax.tree.map(lambda x: at(x, sharding.by_rank(x, model.mesh)), state)
         state = dataclasses.replace(state, logits=logits)
-    with sharding.on(mesh):
+    with sharding.on(model.mesh):
         return loop.lower(*nnx.split(model), state, *rest(case, 1)).compile()
 
 
-def step_figures(model, mesh, case: Case, run, device) -> dict:
+def step_figures(model, case: Case, run, device) -> dict:
     """What the table says of one measurement."""
     weights = nnx.state(model)
-    state = start_state(model, mesh, case)
+    state = start_state(model, case)
     size = state.cache.nbytes
-    with sharding.on(mesh):
+    with sharding.on(model.mesh):
         more = rest(case, 1 + STEPS)
         state = jax.block_until_ready((run(weights, state, *rest(case, 1)), more))[0]
     start = time.perf_counter()

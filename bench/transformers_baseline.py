@@ -1,4 +1,4 @@
-"""The same shapes in another library: transformers' Llama in PyTorch, eager, its dynamic cache in bf16.
+"""The same shapes in another library: transformers' Llama in PyTorch, not compiled, its dynamic cache in bf16.
 
     python bench/transformers_baseline.py [--model NAME ...] [--context N ...] [--no-paper]
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def row(name: str, context: int, batch: int, figures: dict, *, largest: bool) -> dict:
-    """`largest`: whether no larger batch runs."""
+    """`largest`: whether no larger batch runs, to a thirty-second part."""
     return {"model": name, "context": context, "batch": batch, "cache_bits": 16} | figures | {"largest": largest}
 
 

@@ -6,14 +6,15 @@ import numpy as np
 from kivi_jax import decoding
 from kivi_jax.config import BLOCK, KiviConfig
 from kivi_jax.run import PREFILL_TOKENS, Run
-from kivi_jax.sharding import DATA
+from kivi_jax.sharding import DATA, MODEL, devices
 
 USED = 0.9  # of the free memory: what is left is for the compiler's temporaries and for fragments
 
 
 def split(run: Run, batch_size: int | None) -> list[tuple[Run, np.ndarray]]:
     """Runs of `batch_size` sequences (None: as many as fit into the device's memory), of one size but for less than
-    that many prompts, and which sequences of `run` each answers with its first ones.
+    that many prompts, and which sequences of `run` each answers with its first ones. On a mesh that divides sequences,
+    `batch_size` is rounded down to as many on each device, but at least one.
 
     Raises:
         ValueError: a cache is continued, whose sequences are one batch, in batches of another size.
@@ -23,14 +24,14 @@ def split(run: Run, batch_size: int | None) -> list[tuple[Run, np.ndarray]]:
         if batch_size is not None and batch_size < sequences:
             raise ValueError(f"batch_size must be the {sequences} sequences of the cache, or None; got {batch_size}.")
         return [(run, np.arange(sequences))]
-    most = max(1, (fitting(run) if batch_size is None else batch_size) // run.copies)
+    shards = devices(run.mesh, DATA)
+    most = (fitting(run) if batch_size is None else batch_size) // run.copies
+    most = max(shards, most // shards * shards)  # whole sequences for each device
     prompts = sequences // run.copies
     if prompts <= most:
         return [(run, np.arange(sequences))]
     size = -(-prompts // -(-prompts // most))  # as even as can be, for batches of one size compile once
-    if run.mesh is not None:  # whole sequences for each device
-        shards = run.mesh.shape.get(DATA, 1)
-        size = -(-size // shards) * shards
+    size = -(-size // shards) * shards
     order = np.argsort([-len(row) for row in run.rows[:: run.copies]], kind="stable")
     batches = []
     for start in range(0, prompts, size):
@@ -49,10 +50,11 @@ def fitting(run: Run) -> int:
         return len(run.rows)
     room = USED * (stats["bytes_limit"] - stats["bytes_in_use"])
     capacity = -(-run.capacity // BLOCK) * BLOCK
-    cache = jax.eval_shape(lambda: decoding.init_cache(run.params, run.cache, 1, capacity)).nbytes
+    shards = devices(run.mesh, DATA)
+    cache = jax.eval_shape(lambda: decoding.init_cache(run.params, run.cache, shards, capacity)).nbytes // shards
     logits = 3 * 4 * run.params.config.vocab_size  # of the step before, of this one, and one for the sampler
-    devices = 1 if run.mesh is None else run.mesh.size
-    return int((room - prefill_bytes(run, cache)) / (cache + logits) * devices)
+    parts = shards * devices(run.mesh, MODEL)
+    return int((room - prefill_bytes(run, cache)) / (cache + logits) * parts)
 
 
 def prefill_bytes(run: Run, cache_bytes: int) -> int:

@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
+from jax.sharding import SingleDeviceSharding
 
 from kivi_jax.atomic import new_directory
 from kivi_jax.models import (
@@ -23,7 +25,7 @@ from kivi_jax.models import (
     load_gguf,
     load_huggingface,
 )
-from kivi_jax.sharding import checked_mesh, parameter_sharding, placer
+from kivi_jax.sharding import check_model, checked_mesh, parameter_sharding, placed, with_mesh
 
 FORMAT = "kivi_jax.model.1"
 _CONFIG, _PARAMETERS, _TOKENIZER = "kivi_jax.json", "parameters", "tokenizer"
@@ -67,12 +69,18 @@ def load(
         ValueError: what is there cannot be loaded; the message says what and what to do.
     """
     path = _existing(path)
-    place = in_memory if mesh is None else placer(read_config(path), mesh)
+    place = in_memory
+    if mesh is not None:
+        mesh = checked_mesh(mesh)
+        check_model(read_config(path), mesh)
+        place = lambda path, array: jax.device_put(array, parameter_sharding(path, array.shape, mesh))
     if path.is_file():
-        return load_gguf(path, dtype=dtype, place=place, progress=progress)
-    if (path / _CONFIG).is_file():
-        return _load_own(path.absolute(), dtype, mesh)
-    return load_huggingface(path, dtype=dtype, place=place, progress=progress)
+        model, tokenizer = load_gguf(path, dtype=dtype, place=place, progress=progress)
+    elif (path / _CONFIG).is_file():
+        model, tokenizer = _load_own(path.absolute(), dtype, mesh)
+    else:
+        model, tokenizer = load_huggingface(path, dtype=dtype, place=place, progress=progress)
+    return with_mesh(model, mesh), tokenizer
 
 
 def read_config(path: str | os.PathLike | None = None) -> LlamaConfig:
@@ -101,18 +109,17 @@ def _read_own(path: Path) -> tuple[LlamaConfig, np.dtype]:
     if config["rope_scaling"] is not None:
         scaling = {k: tuple(v) if isinstance(v, list) else v for k, v in config["rope_scaling"].items()}
         config["rope_scaling"] = RopeScaling(**scaling)
-    return LlamaConfig(**config), np.dtype(jax.numpy.dtype(description["dtype"]))
+    return LlamaConfig(**config), np.dtype(jnp.dtype(description["dtype"]))
 
 
 def _load_own(path: Path, dtype, mesh) -> tuple[Llama, Tokenizer | None]:
     config, stored = _read_own(path)
     model = nnx.eval_shape(lambda: Llama(config, dtype=stored, rngs=nnx.Rngs(0)))
     graph, weights = nnx.split(model)
-    wanted = weights
-    if mesh is not None:
-        mesh = checked_mesh(mesh)
-        there = lambda path, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=parameter_sharding(path, x.shape, mesh))
-        wanted = nnx.from_flat_state([(path, x.replace(there(path, x))) for path, x in nnx.to_flat_state(weights)])
+    (default,) = jnp.zeros(()).devices()
+    where = lambda path, x: SingleDeviceSharding(default) if mesh is None else parameter_sharding(path, x.shape, mesh)
+    # Said for each, or Orbax puts them where they were when they were saved.
+    wanted = placed(weights, lambda path, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where(path, x)))
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(path / _PARAMETERS, nnx.to_pure_dict(wanted))
     if dtype is not None:

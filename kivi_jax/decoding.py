@@ -11,13 +11,13 @@ from kivi_jax.attention import attend, attend_prompt, flush_layer, flush_skips
 from kivi_jax.cache import KVCache
 from kivi_jax.config import KiviConfig
 from kivi_jax.models import Llama
-from kivi_jax.sharding import constrained, mesh_of, per_device
+from kivi_jax.sharding import DATA, check_divides, check_same_place, constrained, per_device
 
 
 def init_cache(model: Llama, config: KiviConfig, batch_size: int, max_length: int, dtype=None) -> KVCache:
     """An empty cache for `model`; see `cache.init`. `dtype` None: that of the model's parameters.
 
-    In the context of a mesh (`sharding.on`) it lies on that mesh.
+    It lies on the model's mesh.
     """
     shape = model.config
     if config.pre_rope and shape.rope_scaling is not None and shape.rope_scaling.rope_type == "dynamic":
@@ -25,7 +25,8 @@ def init_cache(model: Llama, config: KiviConfig, batch_size: int, max_length: in
             "pre_rope must be False for a model with dynamic RoPE scaling, whose frequencies change as a text grows; "
             "got True."
         )
-    cache = kv.init(
+    check_divides("the number of sequences", batch_size, model.mesh, DATA)
+    make = lambda: kv.init(
         config,
         num_layers=shape.num_hidden_layers,
         batch_size=batch_size,
@@ -34,7 +35,7 @@ def init_cache(model: Llama, config: KiviConfig, batch_size: int, max_length: in
         max_length=max_length,
         dtype=model.embed_tokens.embedding.dtype if dtype is None else dtype,
     )
-    return constrained(cache)
+    return make() if model.mesh is None else jax.jit(lambda: constrained(make(), model.mesh))()
 
 
 def check_cache(model: Llama, cache: KVCache) -> None:
@@ -48,9 +49,7 @@ def check_cache(model: Llama, cache: KVCache) -> None:
     ):
         if want != got:
             raise ValueError(f"the cache must have the model's {name} {want}; got {got}.")
-    if not isinstance(cache.length, jax.core.Tracer) and (mesh := mesh_of(model)) != (got := mesh_of(cache)):
-        where = lambda mesh: "one device" if mesh is None else f"a mesh of {dict(mesh.shape)}"
-        raise ValueError(f"the cache must lie on {where(mesh)}, as the model does (`shard`); got {where(got)}.")
+    check_same_place(model.mesh, cache)
 
 
 def prefill(
@@ -67,7 +66,7 @@ def prefill(
     Returns:
         The hidden states `[B, L, hidden_size]`, unspecified past `counts`, and the cache with the prompts in it.
     """
-    tokens = constrained(tokens)
+    tokens = _divided(model, tokens)
     positions = _positions(jnp.zeros_like(counts), tokens.shape[1], counts)
     rotary = _cache_rotary(model, cache)
 
@@ -80,7 +79,7 @@ def prefill(
             # Before the next layer begins, this one's keys and values are quantized, and no longer needed.
             return jax.lax.optimization_barrier((output, kv.prefill_layer(layer, key, value, counts)))
 
-        return per_device(local, (query, layer))(query, key, value, layer, counts, positions)
+        return per_device(local, model.mesh, (query, layer))(query, key, value, layer, counts, positions)
 
     hidden, layers = model(tokens, positions, cache.layers, attention, rotated=rotary is None)
     return hidden, kv.advance(cache, layers, counts)
@@ -94,7 +93,7 @@ def extend(
     Arguments and returns are those of `prefill`, for a cache that holds what comes before. A sequence that the piece
     would take past the capacity is left as it was, which its unchanged length tells.
     """
-    tokens = constrained(tokens)
+    tokens = _divided(model, tokens)
     counts = kv.fitting_counts(cache, tokens.shape[1], counts)
     positions = _positions(cache.length, tokens.shape[1], counts)
     rotary = _cache_rotary(model, cache)
@@ -118,7 +117,7 @@ def extend(
             )
 
         args = (query, key, value, layer, cache.length, cache.quantized, counts)
-        return per_device(local, (query, layer))(*args)
+        return per_device(local, model.mesh, (query, layer))(*args)
 
     hidden, layers = model(tokens, positions, cache.layers, attention, rotated=rotary is None)
     return hidden, kv.advance(cache, layers, counts)
@@ -139,7 +138,7 @@ def decode_step(
         The hidden states `[B, hidden_size]`, unspecified where not active, and the cache with the tokens in it.
     """
     length = cache.length
-    tokens, active = constrained(tokens), active & (length < cache.capacity)
+    tokens, active = _divided(model, tokens), active & (length < cache.capacity)
     rotary = _cache_rotary(model, cache)
 
     def attention(query, key, value, layer, sliding_window):
@@ -156,14 +155,20 @@ def decode_step(
             )
             return output, layer
 
-        return per_device(local, (query, layer))(query, key, value, layer, length, cache.quantized)
+        return per_device(local, model.mesh, (query, layer))(query, key, value, layer, length, cache.quantized)
 
     hidden, layers = model(tokens[:, None], length[:, None], cache.layers, attention, rotated=rotary is None)
     cache = dataclasses.replace(cache, layers=layers, length=length + active.astype(jnp.int32))
     flush_one = functools.partial(flush_layer, implementation=implementation)
-    kernel = lambda layer, *args: per_device(flush_one, layer)(layer, *args)
+    kernel = lambda layer, *args: per_device(flush_one, model.mesh, layer)(layer, *args)
     conditional = not flush_skips(implementation)
     return hidden[:, 0], kv.flush(cache, after=hidden, kernel=kernel, conditional=conditional)
+
+
+def _divided(model: Llama, tokens: jax.Array) -> jax.Array:
+    """The tokens of each sequence where its cache is."""
+    check_divides("the number of sequences", tokens.shape[0], model.mesh, DATA)
+    return constrained(tokens, model.mesh)
 
 
 def _cache_rotary(model: Llama, cache: KVCache):

@@ -61,7 +61,13 @@ class LayerErrors:
 
 
 def capture(params: Llama, tokens) -> Captured:
-    """Runs tokens int `[B, L]` through the unquantized model and keeps what every layer's attention was given."""
+    """Runs tokens int `[B, L]` through the unquantized model and keeps what every layer's attention was given.
+
+    Raises:
+        ValueError: the model lies on a mesh.
+    """
+    if params.mesh is not None:
+        raise ValueError(f"params must lie on one device to be measured layer by layer; got {params.mesh.size}.")
     graphdef, weights = nnx.split(params)
     query, key, value = _capture(graphdef, weights, jnp.asarray(tokens, jnp.int32))
     windows = tuple(params.config.window(n) for n in range(params.config.num_hidden_layers))

@@ -61,7 +61,7 @@ class Run:
         self, params: Llama, prompt, *, tokenizer, max_new_tokens, max_length, cache, sampler=None, eos_token_id=None,
         key=None, logits=None, attention_mask=None, prefill_chunk=None, pad_token_id=None, copies=1,
     ):  # fmt: skip
-        config, self.mesh = params.config, sharding.mesh_of(params)
+        config, self.mesh = params.config, params.mesh
         if isinstance(cache, KVCache):
             decoding.check_cache(params, cache)
         elif isinstance(cache, KiviConfig):
@@ -94,10 +94,11 @@ class Run:
         if pad_token_id is None:
             pad_token_id = next((i for i in (config.pad_token_id, *config.eos_token_id) if i is not None), 0)
         (self.pad_token_id,) = _ids("pad_token_id", pad_token_id, config.vocab_size)
-        key = jax.random.key(0) if key is None else key
         self.rows = [row for row in self.rows for _ in range(copies)]
         self.room = np.repeat(self.room, copies).astype(np.int32)
-        self.keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(len(self.rows)))
+        with sharding.on(self.mesh):
+            key = jax.random.key(0) if key is None else sharding.replicated(key, self.mesh)
+            self.keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(len(self.rows)))
         self.state: State | None = None
 
     def _nothing_more(self, vocab_size: int) -> list[np.ndarray]:
@@ -107,9 +108,7 @@ class Run:
         if self.logits.shape != shape or self.logits.dtype != np.float32:
             got = f"{self.logits.dtype} {list(self.logits.shape)}"
             raise ValueError(f"logits must be float32 {list(shape)}; got {got}.")
-        if self.mesh is not None:
-            spec = sharding.logits_spec(vocab_size, self.mesh)
-            self.logits = jax.device_put(self.logits, jax.sharding.NamedSharding(self.mesh, spec))
+        self.logits = sharding.over_vocabulary(self.logits, self.mesh)
         return [np.zeros(0, np.int32)] * self.cache.batch_size
 
     def _capacity(self, max_new_tokens: int | None, max_length: int | None) -> tuple[int, np.ndarray]:
@@ -141,8 +140,7 @@ class Run:
         """Takes in the prompts, some at a time and in chunks if asked to: float32 `[B, vocab_size]` for the tokens that
         come next, and the cache, both with `copies` of each sequence and the caller's to donate."""
         rows = self.rows[:: self.copies]
-        if self.mesh is not None:
-            sharding.check_divides("the number of prompts of a batch", len(rows), self.mesh, sharding.DATA)
+        sharding.check_divides("the number of prompts of a batch", len(rows), self.mesh, sharding.DATA)
         with sharding.on(self.mesh):
             logits, cache = self._take_in_groups(rows)
             if self.copies > 1:
@@ -151,9 +149,9 @@ class Run:
 
     def _take_in_groups(self, rows: list[np.ndarray]) -> tuple[jax.Array, KVCache]:
         # A device holds the sequences of one stretch of the batch, and takes in some of them with each group.
-        stretches = 1 if self.mesh is None else self.mesh.shape.get(sharding.DATA, 1)
+        stretches = sharding.devices(self.mesh, sharding.DATA)
         each = len(rows) // stretches
-        together = max(1, PREFILL_TOKENS // self.chunk // stretches)
+        together = max(1, PREFILL_TOKENS // self.chunk)
         if isinstance(self.cache, KVCache) or each <= together:
             return self._take_in(rows)
         whole = None
@@ -162,8 +160,8 @@ class Run:
             group = [rows[n * each + start + i] for n in range(stretches) for i in range(together)]
             part = self._take_in(group)
             if whole is None:
-                whole = _room_for(part, len(rows))
-            whole = _place(whole, part, start)
+                whole = _room_for(part, len(rows), self.mesh)
+            whole = _place(whole, part, start, self.mesh)
             del part  # or the next one would come to lie beside it
         return whole
 
@@ -211,7 +209,7 @@ class Run:
                 logits=logits,
                 cache=cache,
             )
-            self.state = laid_out(state)
+            self.state = laid_out(state, self.mesh)
         return self
 
     def advance(self, limit: int | None = None, *, report: Callable[[int], None] | None = None) -> None:
@@ -292,28 +290,31 @@ def next_chunk(graphdef, weights, tokens, counts, logits, cache):
     return jnp.where((counts > 0)[:, None], new, logits), cache
 
 
-@functools.partial(jax.jit, static_argnames="batch")
-def _room_for(part, batch):
+@functools.partial(jax.jit, static_argnames=("batch", "mesh"))
+def _room_for(part, batch, mesh):
     """Zeros like a pytree of `[b, ...]`, for `batch` sequences."""
-    return sharding.constrained(jax.tree.map(lambda x: jnp.zeros((batch, *x.shape[1:]), x.dtype), part))
+    return sharding.constrained(jax.tree.map(lambda x: jnp.zeros((batch, *x.shape[1:]), x.dtype), part), mesh)
 
 
-@functools.partial(jax.jit, donate_argnames="whole")
-def _place(whole, part, start):
+@functools.partial(jax.jit, static_argnames="mesh", donate_argnames="whole")
+def _place(whole, part, start, mesh):
     """`part [b, ...]` in the rows of `whole [B, ...]` from `start` on, of every array of a pytree; on a mesh in those
     of each device's own sequences."""
 
     def place(whole, part):
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, axis=0), whole, part)
 
-    return sharding.per_device(place, whole)(whole, part)
+    return sharding.per_device(place, mesh, whole)(whole, part)
 
 
-def laid_out(state: State) -> State:
-    """The state as it goes from one call of the loop to the next: on a mesh, always in the same places. Its cache is
-    there since it was made, and must not be copied."""
-    placed = sharding.constrained(dataclasses.replace(state, logits=None, cache=None))
-    return dataclasses.replace(placed, logits=sharding.over_vocabulary(state.logits), cache=state.cache)
+def laid_out(state: State, mesh: jax.sharding.Mesh | None) -> State:
+    """The state as it goes from one call of the loop to the next: on a mesh, always in the same places. Its cache,
+    which lies there since it was made, is not touched: outside jit that would copy it."""
+    if mesh is None:
+        return state
+    small = dataclasses.replace(state, logits=None, cache=None)
+    small = jax.tree.map(lambda x: jax.device_put(x, sharding.by_rank(x, mesh)), small)
+    return dataclasses.replace(small, logits=sharding.over_vocabulary(state.logits, mesh), cache=state.cache)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef",), donate_argnames=("state",))
@@ -336,8 +337,8 @@ def loop(graphdef, weights, state: State, sampler: Sampler, keys, eos, room) -> 
             counts=state.counts + active.astype(jnp.int32),
             done=state.done | active & jnp.any(token[:, None] == eos, axis=1),
             logits=jnp.where(active[:, None], model.logits(hidden), state.logits),
-            cache=sharding.constrained(cache),
+            cache=sharding.constrained(cache, model.mesh),
         )
-        return laid_out(state)
+        return laid_out(state, model.mesh)
 
     return lax.while_loop(lambda state: jnp.any(running(state)), body, state)

@@ -40,14 +40,7 @@ def logits(
         raise ValueError(f"chunk must be 1 token or more; got {chunk!r}.")
     if chunk is not None:
         cache.check_head_dim(params.config.head_dim)
-    mesh = sharding.mesh_of(params)
-    if mesh is not None:
-        sharding.check_divides("the number of texts", len(rows), mesh, sharding.DATA)
-    with sharding.on(mesh):
-        return _logits(params, rows, cache, chunk)
-
-
-def _logits(params, rows, cache, chunk) -> jax.Array:
+    sharding.check_divides("the number of texts", len(rows), params.mesh, sharding.DATA)
     graphdef, weights = nnx.split(params)
     counts = np.asarray([len(row) for row in rows], np.int32)
     longest = int(counts.max())
@@ -55,7 +48,7 @@ def _logits(params, rows, cache, chunk) -> jax.Array:
         padded = prompts.pad(rows, prompts.bucket(longest), 0)
         return _exact(graphdef, weights, padded, counts)[:, :longest]
     padded = prompts.pad(rows, -(-longest // chunk) * chunk, 0)
-    state = _empty(graphdef, weights, config=cache, batch_size=len(rows), max_length=padded.shape[1])
+    state = decoding.init_cache(params, cache, len(rows), padded.shape[1])
     parts = []
     for start in range(0, longest, chunk):
         left = np.clip(counts - start, 0, chunk).astype(np.int32)
@@ -76,11 +69,6 @@ def _exact(graphdef, weights, tokens, counts):
     cache = decoding.init_cache(model, unquantized, *tokens.shape)
     hidden, _ = decoding.prefill(model, tokens, counts, cache)
     return _masked(model, hidden, counts)
-
-
-@functools.partial(jax.jit, static_argnames=("graphdef", "config", "batch_size", "max_length"))
-def _empty(graphdef, weights, *, config, batch_size, max_length):
-    return decoding.init_cache(nnx.merge(graphdef, weights), config, batch_size, max_length)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef",), donate_argnames=("cache",))

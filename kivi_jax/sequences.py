@@ -1,6 +1,7 @@
 """Which sequences a cache holds: repeated, reordered, left out."""
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
 import jax
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 def gather(cache: "KVCache", index: jax.Array) -> "KVCache":
     """The sequences `index`, in that order: to reorder beams, to leave out finished sequences, to repeat some.
+
+    On a mesh that divides sequences they travel, and each device gets all of them.
 
     Args:
         index: integers `[N]` from 0 to B - 1, N at least 1; any sequence may come several times or never.
@@ -45,4 +48,11 @@ def fork(cache: "KVCache", n: int) -> "KVCache":
     """
     if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
         raise ValueError(f"n must be an integer of 1 or more; got {n!r}.")
-    return gather(cache, np.repeat(np.arange(cache.batch_size), n))
+    return _repeated(cache, n)
+
+
+@functools.partial(jax.jit, static_argnames="n")
+def _repeated(cache, n):
+    # In this form the copies of a sequence stay on its device, on a mesh.
+    repeat = lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], n, *x.shape[1:])).reshape(-1, *x.shape[1:])
+    return jax.tree.map(repeat, cache)

@@ -71,8 +71,8 @@ def verify(params: Llama, cache: KVCache, drafted_tokens: jax.Array, counts: jax
     if cache.config.quantizes and cache.config.rewind < drafted.shape[1]:
         cache = with_rewind(cache, drafted.shape[1])
     graphdef, weights = nnx.split(params)
-    with sharding.on(sharding.mesh_of(params)):
-        return _verify(graphdef, weights, drafted.astype(jnp.int32), counts, cache)
+    drafted, counts = (sharding.replicated(x, params.mesh) for x in (drafted.astype(jnp.int32), counts))
+    return _verify(graphdef, weights, drafted, counts, cache)
 
 
 def speculate(

@@ -16,6 +16,9 @@ class Llama(nnx.Module):
     projections are stored as `kernel` [in, out]. All parameters have one dtype, and matrix products run in it; norms,
     rotations and logits are computed in float32.
 
+    Attributes:
+        mesh: the devices that the parameters are divided over, static; None: one device.
+
     Args:
         config: the shape of the model.
         dtype: of the parameters.
@@ -24,6 +27,7 @@ class Llama(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
         self.config = config
+        self.mesh: jax.sharding.Mesh | None = None
         init = nnx.initializers.normal(config.initializer_range)
         self.embed_tokens = nnx.Embed(
             config.vocab_size, config.hidden_size, dtype=dtype, param_dtype=dtype, embedding_init=init, rngs=rngs

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from checkpoints import DATA
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
-from sharded_steps import assert_only_activations_travel, lowered_loop, wide
+from jax.sharding import Mesh
+from sharded_steps import assert_only_activations_travel, assert_runs_the_kernels_in_place, compiled_loop, wide
 from small_models import NEAR_TIE, assert_same_tokens, continuations
 
 import kivi_jax
-from kivi_jax import KiviConfig, sharding
+from kivi_jax import KiviConfig, batches, sharding
 from kivi_jax import run as run_module
 from kivi_jax.models import Llama, LlamaConfig
+from kivi_jax.quality import Evaluation
 from kivi_jax.run import begin, loop
 from kivi_jax.sampling import sampler
 
@@ -73,15 +74,19 @@ def assert_same(got, want, prompts=PROMPTS, config=KIVI):
         np.testing.assert_allclose(a.value_window, b.value_window, atol=NEAR_TIE)
 
 
+def assert_laid_out(cache, data: int = 1, model: int = 1):
+    """Each device has its own sequences and heads, and nothing else."""
+    for leaf in jax.tree.leaves(cache.layers):
+        batch, heads, *rest = leaf.shape
+        assert {shard.data.shape for shard in leaf.addressable_shards} == {(batch // data, heads // model, *rest)}
+        assert len(leaf.addressable_shards) == data * model
+
+
 @pytest.mark.parametrize("name", MESHES)
 def test_generation_over_devices_is_that_of_one(name):
     out = kivi_jax.generate(on_mesh(name), PROMPTS, max_new_tokens=150, cache=KIVI)
     assert_same(out, on_one_device())
-    axes = [axis if axis in MESHES[name] else None for axis in ("data", "model")]
-    for leaf in jax.tree.leaves(out.cache.layers):
-        assert leaf.sharding.is_equivalent_to(
-            jax.sharding.NamedSharding(leaf.sharding.mesh, PartitionSpec(*axes)), leaf.ndim
-        )
+    assert_laid_out(out.cache, **MESHES[name])
 
 
 def test_a_second_turn_continues_a_cache_on_its_mesh():
@@ -134,7 +139,7 @@ def test_the_cache_stays_where_it_was_made():
 def test_groups_of_prompts_are_of_each_devices_own_sequences(monkeypatch):
     prompts = [ids(20 + n, n) for n in range(12)]
     want = kivi_jax.generate(model(), prompts, max_new_tokens=5, cache=KIVI)
-    monkeypatch.setattr(run_module, "PREFILL_TOKENS", 4 * 32)
+    monkeypatch.setattr(run_module, "PREFILL_TOKENS", 2 * 32)
     shapes = []
     monkeypatch.setattr(run_module, "begin", lambda *a, **k: (shapes.append(a[2].shape), begin(*a, **k))[1])
     assert_same(kivi_jax.generate(on_mesh("data and model"), prompts, max_new_tokens=5, cache=KIVI), want, prompts)
@@ -143,16 +148,54 @@ def test_groups_of_prompts_are_of_each_devices_own_sequences(monkeypatch):
 
 def test_batches_have_whole_sequences_for_each_device():
     prompts = [*PROMPTS, ids(3, 9)]
+    run = run_module.Run(
+        on_mesh("data and model"), prompts, tokenizer=None, max_new_tokens=9, max_length=None, cache=KIVI
+    )
+    for size, runs in ((1, 2), (2, 2), (3, 2), (4, 4)):
+        assert {len(part.rows) for part, _ in batches.split(run, size)} == {runs}
     got = kivi_jax.generate(on_mesh("data and model"), prompts, max_new_tokens=20, cache=KIVI, batch_size=3)
     want = kivi_jax.generate(model(), prompts, max_new_tokens=20, cache=KIVI)
     np.testing.assert_array_equal(got.tokens, want.tokens)
 
 
 def test_what_is_drawn_does_not_depend_on_the_devices():
+    key = jax.device_put(jax.random.key(3), jax.devices()[0])
     draw = lambda params: kivi_jax.generate(
-        params, PROMPTS[:2], max_new_tokens=20, cache=KIVI, temperature=1.0, top_p=0.9, num_return_sequences=2
+        params, PROMPTS[:2], max_new_tokens=20, cache=KIVI, temperature=1.0, top_p=0.9, num_return_sequences=2, key=key
     )
-    np.testing.assert_array_equal(draw(on_mesh("data and model")).tokens, draw(model()).tokens)
+    got = draw(on_mesh("data and model"))
+    np.testing.assert_array_equal(got.tokens, draw(model()).tokens)
+    assert_laid_out(kivi_jax.fork(got.cache, 2), data=2, model=2)
+
+
+def test_a_mesh_of_the_context_changes_nothing():
+    """Neither another one, nor the same with its axes left to the user."""
+    want = kivi_jax.generate(model(), PROMPTS[:2], max_new_tokens=9, cache=KIVI)
+    other = jax.make_mesh((3,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:3])
+    with jax.set_mesh(other):
+        np.testing.assert_array_equal(
+            kivi_jax.generate(model(), PROMPTS[:2], max_new_tokens=9, cache=KIVI).tokens, want.tokens
+        )
+    with jax.set_mesh(mesh_of(**MESHES["data and model"])):
+        got = kivi_jax.generate(on_mesh("data and model"), PROMPTS[:2], max_new_tokens=9, cache=KIVI)
+        np.testing.assert_array_equal(got.tokens, want.tokens)
+
+
+def test_verify_works_within_jit_on_a_mesh():
+    cache = kivi_jax.generate(on_mesh("data and model"), PROMPTS, max_new_tokens=4, max_length=400).cache
+    drafted = jax.device_put(jnp.asarray([ids(3, n) for n in range(4)]), jax.devices()[0])
+    want = kivi_jax.verify(on_mesh("data and model"), cache, drafted)
+    got = jax.jit(kivi_jax.verify)(on_mesh("data and model"), cache, np.asarray(drafted))
+    np.testing.assert_allclose(got.logits, want.logits, atol=1e-4)
+    assert_laid_out(got.cache, data=2, model=2)
+
+
+def test_quality_is_measured_on_a_mesh():
+    tokens = np.asarray([ids(200, n) for n in range(2)])
+    got, want = (
+        Evaluation(params, tokens, context=100, chunk=64)(KIVI) for params in (on_mesh("data and model"), model())
+    )
+    assert got.kl == pytest.approx(want.kl, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +226,7 @@ def test_a_cache_is_laid_out_over_a_mesh_and_saved_from_it(tmp_path):
     logits = jnp.asarray(np.asarray(out.logits))
     more = lambda params, cache: kivi_jax.generate(params, None, max_new_tokens=9, cache=cache, logits=logits)
     with pytest.raises(
-        ValueError, match=r"cache must lie on a mesh of .*, as the model does \(`shard`\); got one device"
+        ValueError, match=r"cache must lie on devices .*, as the model does \(`shard`\); got one device"
     ):
         more(on_mesh("data and model"), loaded)
     again = kivi_jax.shard(loaded, mesh_of(**MESHES["data and model"]))
@@ -203,6 +246,10 @@ def test_a_checkpoint_is_loaded_onto_a_mesh(source, tmp_path):
     for (where, a), (_, b) in zip(*(nnx.to_flat_state(nnx.state(x)) for x in (got, whole)), strict=True):
         np.testing.assert_array_equal(a[...], b[...])
         assert a[...].sharding.is_equivalent_to(sharding.parameter_sharding(where, a.shape, mesh), a.ndim)
+    if source == "own":  # from several devices to one
+        kivi_jax.save(got, tmp_path / "again")
+        alone = kivi_jax.load(tmp_path / "again")[0]
+        assert {len(x.devices()) for x in jax.tree.leaves(nnx.state(alone))} == {1}
     kernel = got.layers[0].self_attn.o_proj.kernel[...]
     assert kernel.addressable_shards[0].data.shape == (kernel.shape[0] // 2, kernel.shape[1])
 
@@ -212,27 +259,24 @@ def test_what_does_not_divide_is_refused():
         kivi_jax.shard(model(), mesh_of(model=4))
     with pytest.raises(ValueError, match=r"mesh must be .* axes named 'data' and 'model'; got .*'x'"):
         kivi_jax.shard(model(), mesh_of(x=2))
+    with pytest.raises(ValueError, match="shard takes a model or a KVCache; got tuple"):
+        kivi_jax.shard((model(), None), mesh_of(model=2))
     with pytest.raises(ValueError, match=r"prompts of a batch must be divisible by the 4 devices .*'data'; got 3"):
         kivi_jax.generate(on_mesh("data"), PROMPTS[:3], max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"sequences of the cache must be divisible by the 3 devices .*'data'; got 4"):
+    with pytest.raises(ValueError, match=r"number of sequences must be divisible by the 3 devices .*'data'; got 4"):
         kivi_jax.shard(on_one_device().cache, mesh_of(data=3))
 
 
-def test_a_step_moves_activations_only_and_copies_no_cache():
-    mesh = sharding.checked_mesh(mesh_of(data=2, model=2))
-    lowered, share = lowered_loop(mesh, wide(), 4, 1024)
-    assert_only_activations_travel(lowered.compile(), wide(), 4, share)
+def test_a_step_moves_activations_only():
+    assert_only_activations_travel(compiled_loop(sharding.checked_mesh(mesh_of(data=2, model=2)), 1024)[0])
 
 
 @pytest.mark.h200_compile
 @pytest.mark.skipif("gpu_compile.why_not()", reason="needs jax's CUDA compiler (tests/gpu_compile.py)")
-def test_a_step_on_two_h200_runs_the_kernels_and_moves_activations_only():
+def test_a_step_on_two_h200_moves_activations_only():
     devices = gpu_compile.topology("1x2x1").devices
     mesh = sharding.checked_mesh(Mesh(np.array(devices), ("model",)))
-    lowered, share = lowered_loop(mesh, wide(), 4, 1024)
-    compiled = lowered.compile()
-    assert compiled.as_text().count("kivi_decode") >= 2
-    assert_only_activations_travel(compiled, wide(), 4, share)
+    assert_runs_the_kernels_in_place(mesh)
 
 
 @pytest.mark.gpu

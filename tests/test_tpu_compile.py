@@ -18,7 +18,7 @@ if importlib.util.find_spec("libtpu") is None:
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
-from sharded_steps import assert_only_activations_travel, lowered_loop, wide
+from sharded_steps import assert_runs_the_kernels_in_place
 from tpu_ahead_of_time import TOPOLOGIES, compile_for
 
 from kivi_jax import cache as kv
@@ -166,10 +166,7 @@ def test_decode_step_of_a_model_updates_its_cache_in_place(generation, channels)
     assert not copies_of_rows(compiled, cache.layers[0])
 
 
-def test_a_step_on_four_chips_runs_the_kernel_and_moves_activations_only():
+def test_a_step_on_four_chips_moves_activations_only():
     devices = np.array(topologies.get_topology_desc(TOPOLOGIES["v5e"], platform="tpu").devices)
     mesh = sharding.checked_mesh(Mesh(devices.reshape(2, 2), ("data", "model")))
-    lowered, share = lowered_loop(mesh, wide(), 4, 1024)
-    compiled = lowered.compile()
-    assert compiled.as_text().count("kivi_decode") >= 2
-    assert_only_activations_travel(compiled, wide(), 4, share)
+    assert_runs_the_kernels_in_place(mesh)
