@@ -72,7 +72,7 @@ def generate(
     of its own, `generate(params, questions, cache=fork(out.cache, len(questions)))`.
 
     Args:
-        params: the model, from `load`.
+        params: the model, from `load` or `shard`.
         prompt: a string or a list of strings (with a tokenizer), a sequence of ids, a ragged list of such sequences, or
             an integer array `[B, L]`. None: nothing more than `cache` holds, with `logits`.
         tokenizer: from `load`; needed for prompts of text, and for `text` in what comes back.

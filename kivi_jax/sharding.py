@@ -84,7 +84,7 @@ def devices(mesh: Mesh | None, axis: str) -> int:
     return 1 if mesh is None else mesh.shape.get(axis, 1)
 
 
-def with_mesh(model: Llama, mesh: Mesh) -> Llama:
+def with_mesh(model: Llama, mesh: Mesh | None) -> Llama:
     """The model, told that its parameters lie on `mesh`."""
     model.mesh = mesh
     return model
@@ -109,17 +109,13 @@ def parameter_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> Named
     return _sharding([fits(axis, size) for axis, size in zip(axes, shape, strict=True)], mesh)
 
 
-def mesh_of(cache: KVCache) -> Mesh | None:
-    """The mesh that a cache lies on; None for a single device, and under jit, where that is not known."""
-    length = cache.length
-    sharding = None if isinstance(length, jax.core.Tracer) else getattr(length, "sharding", None)
-    return sharding.mesh if isinstance(sharding, NamedSharding) else None
-
-
 def check_same_place(mesh: Mesh | None, cache: KVCache) -> None:
-    """Raises a ValueError unless a cache lies where a model on `mesh` does."""
-    got = mesh_of(cache)
-    if got == mesh or isinstance(cache.length, jax.core.Tracer):
+    """Raises a ValueError unless a cache lies where a model on `mesh` does. Under jit that is not known."""
+    codes = cache.layers[0].key_codes
+    lies = None if isinstance(codes, jax.core.Tracer) else getattr(codes, "sharding", None)
+    got = lies.mesh if isinstance(lies, NamedSharding) else None
+    # A model of one device goes with whatever is whole on its device, as all is that is made in a context with a mesh.
+    if lies is None or got == mesh or (mesh is None and lies.is_fully_replicated):
         return
     where = lambda mesh: (
         "one device" if mesh is None else f"devices {np.ravel(mesh.device_ids).tolist()} as {dict(mesh.shape)}"

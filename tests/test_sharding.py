@@ -173,9 +173,9 @@ def test_a_mesh_of_the_context_changes_nothing():
     want = kivi_jax.generate(model(), PROMPTS[:2], max_new_tokens=9, cache=KIVI)
     other = jax.make_mesh((3,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:3])
     with jax.set_mesh(other):
-        np.testing.assert_array_equal(
-            kivi_jax.generate(model(), PROMPTS[:2], max_new_tokens=9, cache=KIVI).tokens, want.tokens
-        )
+        got = kivi_jax.generate(model(), PROMPTS[:2], max_new_tokens=9, max_length=300, cache=KIVI)
+        np.testing.assert_array_equal(got.tokens, want.tokens)
+        kivi_jax.generate(model(), None, max_new_tokens=9, cache=got.cache, logits=got.logits)
     with jax.set_mesh(mesh_of(**MESHES["data and model"])):
         got = kivi_jax.generate(on_mesh("data and model"), PROMPTS[:2], max_new_tokens=9, cache=KIVI)
         np.testing.assert_array_equal(got.tokens, want.tokens)
@@ -229,6 +229,8 @@ def test_a_cache_is_laid_out_over_a_mesh_and_saved_from_it(tmp_path):
         ValueError, match=r"cache must lie on devices .*, as the model does \(`shard`\); got one device"
     ):
         more(on_mesh("data and model"), loaded)
+    with pytest.raises(ValueError, match=r"cache must lie on one device, .*; got devices \[0, 1, 2, 3\]"):
+        more(model(), out.cache)
     again = kivi_jax.shard(loaded, mesh_of(**MESHES["data and model"]))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), again, out.cache))
     want = more(on_mesh("data and model"), out.cache)
