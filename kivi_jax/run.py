@@ -308,8 +308,8 @@ def _place(whole, part, start, mesh):
 
 
 def laid_out(state: State, mesh: jax.sharding.Mesh | None) -> State:
-    """The state as it goes from one call of the loop to the next: on a mesh, always in the same places. Its cache,
-    which lies there since it was made, is not touched: outside jit that would copy it."""
+    """The state where the loop leaves it, so that a second call finds it as the first did. Its cache lies there since
+    it was made."""
     if mesh is None:
         return state
     small = dataclasses.replace(state, logits=None, cache=None)
@@ -331,14 +331,13 @@ def loop(graphdef, weights, state: State, sampler: Sampler, keys, eos, room) -> 
             state.tokens, jnp.where(active, token, pad)[:, None], state.step, axis=1
         )
         hidden, cache = decoding.decode_step(model, token, active, state.cache)
-        state = State(
+        return State(
             step=state.step + 1,
             tokens=tokens,
             counts=state.counts + active.astype(jnp.int32),
             done=state.done | active & jnp.any(token[:, None] == eos, axis=1),
             logits=jnp.where(active[:, None], model.logits(hidden), state.logits),
-            cache=sharding.constrained(cache, model.mesh),
+            cache=cache,
         )
-        return laid_out(state, model.mesh)
 
     return lax.while_loop(lambda state: jnp.any(running(state)), body, state)

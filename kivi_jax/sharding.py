@@ -146,7 +146,7 @@ def per_device(function: Callable, mesh: Mesh | None, like) -> Callable:
 
 
 def constrained(tree, mesh: Mesh | None):
-    """The pytree, its arrays laid out as `per_device` has them. Within jit; outside of it this would copy."""
+    """The pytree, its arrays laid out as `per_device` has them; for use within jit."""
     if mesh is None:
         return tree
     return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, by_rank(leaf, mesh)), tree)

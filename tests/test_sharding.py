@@ -252,8 +252,10 @@ def test_a_checkpoint_is_loaded_onto_a_mesh(source, tmp_path):
         kivi_jax.save(got, tmp_path / "again")
         alone = kivi_jax.load(tmp_path / "again")[0]
         assert {len(x.devices()) for x in jax.tree.leaves(nnx.state(alone))} == {1}
-    kernel = got.layers[0].self_attn.o_proj.kernel[...]
-    assert kernel.addressable_shards[0].data.shape == (kernel.shape[0] // 2, kernel.shape[1])
+    attention = got.layers[0].self_attn
+    for x, axis in ((got.embed_tokens.embedding, 0), (attention.q_proj.kernel, 1), (attention.o_proj.kernel, 0)):
+        half = [size // 2 if n == axis else size for n, size in enumerate(x.shape)]
+        assert [shard.data.shape for shard in x[...].addressable_shards] == [tuple(half)] * 2
 
 
 def test_what_does_not_divide_is_refused():
