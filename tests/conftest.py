@@ -19,6 +19,13 @@ def _strict_promotion():
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_code_goes_with_its_module():
+    """Each function that XLA compiles for a CPU takes memory maps, and a process may have 65,530 of them on Linux."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)
