@@ -9,7 +9,8 @@ class Record:
     """`{"device", "versions", "date", "rows": [...]}` in a file; each row with its own date.
 
     Args:
-        path: the file; rows that it has are kept if they are of the same device and versions.
+        path: the file; rows that it has are kept if they are of the same device and versions, else it begins anew with
+            the first row.
         device, versions: what is measured on.
         identity: for each list of rows, the fields that say what a row is of; a newer row takes an older one's place.
     """

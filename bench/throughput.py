@@ -64,6 +64,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: throughput.json, or throughput_2_devices.json and so on")
     arguments = parser.parse_args()
     device, mesh, file = jax.devices()[0], None, "throughput.json"
+    if not 1 <= arguments.devices <= jax.device_count():
+        parser.error(f"--devices must be from 1 to the {jax.device_count()} there are; got {arguments.devices}")
     if arguments.devices > 1:
         devices = jax.devices()[: arguments.devices]
         mesh = sharding.checked_mesh(jax.make_mesh((arguments.devices,), (sharding.MODEL,), devices=devices))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kivi_jax import decoding, prompts, sharding
+from kivi_jax import decoding, prompts
 from kivi_jax.cache import KVCache
 from kivi_jax.config import KiviConfig
 from kivi_jax.models import Llama
@@ -40,7 +40,6 @@ def logits(
         raise ValueError(f"chunk must be 1 token or more; got {chunk!r}.")
     if chunk is not None:
         cache.check_head_dim(params.config.head_dim)
-    sharding.check_divides("the number of texts", len(rows), params.mesh, sharding.DATA)
     graphdef, weights = nnx.split(params)
     counts = np.asarray([len(row) for row in rows], np.int32)
     longest = int(counts.max())
