@@ -154,8 +154,7 @@ def _candidates(implementation: str | None) -> tuple[str, ...]:
 
 
 def _platform() -> str:
-    # Within `shard_map`, or a lowering for devices that are not here, the context says what they are.
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or jax.config.jax_default_device
+    device = jax.config.jax_default_device
     if device is None:
         return jax.default_backend()
     platform = device if isinstance(device, str) else device.platform

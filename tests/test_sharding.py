@@ -10,11 +10,11 @@ import pytest
 from checkpoints import DATA
 from flax import nnx
 from jax.sharding import Mesh
-from sharded_steps import assert_only_activations_travel, assert_runs_the_kernels_in_place, compiled_loop, wide
+from sharded_steps import Steps, assert_only_activations_travel, assert_runs_the_kernels_in_place, wide
 from small_models import NEAR_TIE, assert_same_tokens, continuations
 
 import kivi_jax
-from kivi_jax import KiviConfig, batches, sharding
+from kivi_jax import KiviConfig, attention, batches, sharding
 from kivi_jax import run as run_module
 from kivi_jax.models import Llama, LlamaConfig
 from kivi_jax.quality import Evaluation
@@ -271,13 +271,17 @@ def test_what_does_not_divide_is_refused():
         kivi_jax.shard(on_one_device().cache, mesh_of(data=3))
 
 
-def test_a_step_moves_activations_only():
-    assert_only_activations_travel(compiled_loop(sharding.checked_mesh(mesh_of(data=2, model=2)), 1024)[0])
+@pytest.mark.parametrize("what", ["loop", "piece", "prompt"])
+def test_only_activations_travel(what):
+    steps = Steps(sharding.checked_mesh(mesh_of(data=2, model=2)), 8192)
+    tokens = {"loop": 1, "piece": 64, "prompt": 256}[what]
+    assert_only_activations_travel(getattr(steps, what)(*() if what == "loop" else (tokens,)), tokens)
 
 
 @pytest.mark.h200_compile
 @pytest.mark.skipif("gpu_compile.why_not()", reason="needs jax's CUDA compiler (tests/gpu_compile.py)")
-def test_a_step_on_two_h200_moves_activations_only():
+def test_two_h200_run_the_kernels_in_place(monkeypatch):
+    monkeypatch.setattr(attention, "_platform", lambda: "gpu")
     devices = gpu_compile.topology("1x2x1").devices
     mesh = sharding.checked_mesh(Mesh(np.array(devices), ("model",)))
     assert_runs_the_kernels_in_place(mesh)
